@@ -1,0 +1,1 @@
+"""Autoregressive language models: engine controller, worker, library and composition root."""

@@ -1,0 +1,77 @@
+"""The one error tree. Everything genserve raises on purpose is a `GenserveError`.
+
+`core.server.http_errors` maps this tree to HTTP in one table; the library raises the same classes.
+"""
+
+from __future__ import annotations
+
+
+class GenserveError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(GenserveError):
+    """A configuration, command line or model folder that cannot work."""
+
+
+class InvalidRequest(GenserveError, ValueError):
+    """Bad input, found before any work started. `field` names the offending input field."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.field, self.message)
+
+
+class UnsupportedField(InvalidRequest):
+    """A field that the server knows of but does not serve, or does not know at all."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt plus requested output do not fit the model's context or the KV pool."""
+
+
+class ModelNotFound(GenserveError):
+    """No model of that name is served (or can be fetched)."""
+
+
+class Unauthorized(GenserveError):
+    """Missing or wrong API key."""
+
+
+class PayloadTooLarge(GenserveError):
+    """A request body over the server's limit."""
+
+
+class Overloaded(GenserveError):
+    """The queue is full; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type, tuple[str, float]]:
+        return type(self), (str(self), self.retry_after_s)
+
+
+class Draining(GenserveError):
+    """The server is shutting down and takes no new requests."""
+
+
+class Cancelled(GenserveError):
+    """The request was aborted by its client."""
+
+
+class DeadlineExceeded(GenserveError):
+    """The request's deadline passed before it finished."""
+
+
+class ExecutorLost(GenserveError):
+    """The executor (thread, process or Ray actor) that ran the work is gone."""
+
+
+class ExecutionFailed(GenserveError):
+    """The work itself raised; `str(error)` carries the cause."""
