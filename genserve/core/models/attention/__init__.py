@@ -1,0 +1,1 @@
+"""Attention over paged KV: one contract (`backend.AttentionBackend`), several implementations."""

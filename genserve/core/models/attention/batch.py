@@ -1,0 +1,52 @@
+"""One packed forward pass as attention sees it: which token is whose, and where its KV lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Span(NamedTuple):
+    """Rows `[row, row + num_tokens)` of the pass are tokens `[start, ...)` of the sequence in `slot`."""
+
+    slot: int
+    row: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """T tokens of several sequences, packed without padding.
+
+    spans          one per sequence, in row order.
+    token_slots_T  int64: the slot (page-table row) of each token.
+    positions_T    int64: its position in its sequence; it attends to positions 0 to itself.
+    page_table     int32 [slot, page index]: the KV page ids; owned by the worker, read here.
+    """
+
+    spans: tuple[Span, ...]
+    token_slots_T: np.ndarray
+    positions_T: np.ndarray
+    page_table: np.ndarray
+
+    @classmethod
+    def pack(cls, spans: list[tuple[int, int, int]], page_table: np.ndarray) -> PagedBatch:
+        """Build from (slot, start, num_tokens) per sequence."""
+        counts = np.array([num_tokens for _, _, num_tokens in spans], dtype=np.int64)
+        rows = np.cumsum(counts) - counts
+        starts = np.array([start for _, start, _ in spans], dtype=np.int64)
+        slots = np.array([slot for slot, _, _ in spans], dtype=np.int64)
+        positions = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(starts - rows, counts)
+        packed = tuple(
+            Span(slot, int(row), start, num_tokens)
+            for (slot, start, num_tokens), row in zip(spans, rows, strict=True)
+        )
+        return cls(packed, np.repeat(slots, counts), positions, page_table)
+
+    def position_ids(self, device: torch.device) -> torch.Tensor:
+        """int64 [1, T]."""
+        return torch.from_numpy(self.positions_T).to(device)[None]

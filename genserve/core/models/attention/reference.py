@@ -1,0 +1,68 @@
+"""Paged attention in plain torch, on any device: the oracle that other backends are tested against."""
+
+from __future__ import annotations
+
+import torch
+
+from genserve.core.models.attention.backend import AttentionRule, LayerShape
+from genserve.core.models.attention.batch import PagedBatch
+
+
+class ReferenceAttention:
+    """Gathers each sequence's pages and computes softmax attention, one sequence after another."""
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        num_pages: int,
+        dtype: torch.dtype,
+        page_tokens: int = 16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._page_tokens = page_tokens
+        self._device = torch.device(device)
+        self._pages = [
+            torch.zeros(
+                2, num_pages, page_tokens, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device
+            )
+            for layer in layers
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pages.nbytes for pages in self._pages)
+
+    def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
+        pages = self._pages[layer]
+        positions = batch.positions_T
+        page_ids = torch.from_numpy(
+            batch.page_table[batch.token_slots_T, positions // self._page_tokens].astype("int64")
+        ).to(self._device)
+        offsets = torch.from_numpy(positions % self._page_tokens).to(self._device)
+        pages[0, page_ids, offsets] = key_THD.to(pages.dtype)
+        pages[1, page_ids, offsets] = value_THD.to(pages.dtype)
+
+    def attend(
+        self, layer: int, query_THD: torch.Tensor, batch: PagedBatch, rule: AttentionRule
+    ) -> torch.Tensor:
+        out = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+        for span in batch.spans:
+            end = span.start + span.num_tokens
+            num_pages = -(-end // self._page_tokens)
+            ids = torch.from_numpy(batch.page_table[span.slot, :num_pages].astype("int64")).to(self._device)
+            keys, values = self._pages[layer][:, ids].flatten(1, 2)[:, :end].float()
+            rows = slice(span.row, span.row + span.num_tokens)
+            query = query_THD[rows].float()
+            group = query.shape[1] // keys.shape[1]
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * rule.scale
+            if rule.softcap:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            q_at = torch.arange(span.start, end, device=self._device)[:, None]
+            k_at = torch.arange(end, device=self._device)[None]
+            hidden = k_at > q_at
+            if rule.window_tokens:
+                hidden |= k_at <= q_at - rule.window_tokens
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+        return out

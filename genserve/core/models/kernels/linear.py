@@ -1,0 +1,146 @@
+"""Float32 matrix products whose rows do not depend on each other, not even in the last bit.
+
+A library's GEMM picks its blocking by the number of rows, so a token's result moves with its
+batch-mates. Here every output is summed in one fixed order. Weights are packed once into panels of
+32 outputs, `[panel, in, 32]`, which also makes the small batches of decoding faster than a GEMM that
+packs anew on each call (`benchmarks/kernels.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from llvmlite import binding
+from numba import njit
+
+from genserve.core.models.kernels.threads import ThreadTeam
+from genserve.core.models.kernels.vector_ir import (
+    linear_1,
+    linear_2,
+    linear_3,
+    linear_4,
+    linear_8,
+    linear_12,
+)
+
+PANEL = 32
+# Inner indices per partial sum: keeps a panel's part in cache and the rounding error low.
+_DEPTH = 256
+_BYTES = 4
+
+
+@njit(nogil=True, cache=True, boundscheck=False)
+def _multiply(x, x_stride, num_rows, panels, num_in, out, out_stride, first_panel, last_panel, wide, scratch, tail):
+    # Strides in bytes. `wide`: 12 rows of sums fit the registers (AVX-512), else 3. The last panel,
+    # if only `tail` of its 32 outputs exist, goes through `scratch`, float32 [num_rows, 32].
+    at_scratch = scratch.ctypes.data
+    for panel in range(first_panel, last_panel):
+        at_panel = panels + panel * num_in * PANEL * _BYTES
+        target, stride = out + panel * PANEL * _BYTES, out_stride
+        partial = tail > 0 and panel == last_panel - 1
+        if partial:
+            target, stride = at_scratch, PANEL * _BYTES
+        for start in range(0, num_in, _DEPTH):
+            count = min(_DEPTH, num_in - start)
+            at_x = x + start * _BYTES
+            at_w = at_panel + start * PANEL * _BYTES
+            row = 0
+            if wide:
+                while row + 12 <= num_rows:
+                    linear_12(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
+                    row += 12
+                if row + 8 <= num_rows:
+                    linear_8(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
+                    row += 8
+                if row + 4 <= num_rows:
+                    linear_4(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
+                    row += 4
+            else:
+                while row + 3 <= num_rows:
+                    linear_3(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
+                    row += 3
+            if row + 2 <= num_rows:
+                linear_2(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
+                row += 2
+            if row < num_rows:
+                linear_1(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
+
+
+def _registers_are_wide() -> bool:
+    return bool(binding.get_host_cpu_features().get("avx512f", False))
+
+
+class PackedLinear(torch.nn.Module):
+    """`x @ weight.T + bias` for inference; takes over the weight of the layer it replaces.
+
+    weight  float32 [out, in]. Input `[..., in]` float32 on the CPU; output `[..., out]`.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: ThreadTeam) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._num_panels = -(-self.out_features // PANEL)
+        padded = self._num_panels * PANEL
+        if padded != self.out_features:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, padded - self.out_features))
+        panels = weight.view(self._num_panels, PANEL, self.in_features).permute(0, 2, 1)
+        self._panels = panels.contiguous()
+        self._bias = None if bias is None else bias.detach().clone()
+        self._team = team
+        self._wide = _registers_are_wide()
+        self._tail = self.out_features % PANEL
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_RI = x.reshape(-1, self.in_features)
+        if x_RI.stride(1) != 1:
+            x_RI = x_RI.contiguous()
+        num_rows = x_RI.shape[0]
+        if self._bias is None:
+            out_RO = torch.zeros(num_rows, self.out_features)
+        else:
+            out_RO = self._bias.expand(num_rows, -1).contiguous()
+        scratch = np.zeros((num_rows if self._tail else 1, PANEL), np.float32)
+        last = self._num_panels
+
+        def part(first_panel: int, last_panel: int) -> None:
+            _multiply(
+                x_RI.data_ptr(),
+                x_RI.stride(0) * _BYTES,
+                num_rows,
+                self._panels.data_ptr(),
+                self.in_features,
+                out_RO.data_ptr(),
+                self.out_features * _BYTES,
+                first_panel,
+                last_panel,
+                self._wide,
+                scratch,
+                self._tail if last_panel == last else 0,
+            )
+
+        self._team.share(part, last, num_rows * self.in_features * self.out_features)
+        if self._tail:
+            out_RO[:, -self._tail :] += torch.from_numpy(scratch[:, : self._tail])
+        return out_RO.view(*x.shape[:-1], self.out_features)
+
+
+def pack_linears(model: torch.nn.Module, team: ThreadTeam) -> int:
+    """Replace the float32 CPU linear layers of `model` in place; returns how many.
+
+    Also the transposed `Conv1D` of GPT-2. A weight tied to an embedding is copied, not taken over.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear:
+                weight = child.weight
+            elif type(child) is Conv1D:
+                weight = child.weight.t()
+            else:
+                continue
+            if weight.dtype is torch.float32 and weight.device.type == "cpu":
+                setattr(parent, name, PackedLinear(weight.detach(), child.bias, team))
+                num_packed += 1
+    return num_packed

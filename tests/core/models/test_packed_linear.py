@@ -1,0 +1,53 @@
+"""Packed linear layers: equal to torch's, and each row bit for bit independent of its batch."""
+
+import pytest
+import torch
+
+from genserve.core.models.kernels.linear import PackedLinear, _multiply, pack_linears
+from genserve.core.models.kernels.threads import ThreadTeam
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (7, 33), (64, 32), (300, 100), (513, 2049)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 12, 27])
+def test_equals_torch(num_rows, num_in, num_out, num_threads):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(num_in, num_out, bias=num_out % 2 == 1)
+    packed = PackedLinear(layer.weight.detach(), layer.bias, ThreadTeam(num_threads))
+    x = torch.randn(2, num_rows, num_in)
+    torch.testing.assert_close(packed(x), layer(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_row_does_not_depend_on_its_batch(wide):
+    torch.manual_seed(0)
+    packed = PackedLinear(torch.randn(70, 600), None, ThreadTeam())
+    packed._wide = wide
+    x = torch.randn(29, 600)
+    whole = packed(x)
+    for first, last in [(0, 1), (1, 3), (3, 8), (8, 21), (2, 29)]:
+        assert torch.equal(packed(x[first:last]), whole[first:last])
+
+
+def test_narrow_and_wide_registers_agree_bit_for_bit():
+    """So that results do not depend on the processor's vector width."""
+    torch.manual_seed(0)
+    packed = PackedLinear(torch.randn(64, 100), None, ThreadTeam())
+    x = torch.randn(17, 100)
+    packed._wide = True
+    wide = packed(x)
+    packed._wide = False
+    assert torch.equal(wide, packed(x))
+
+
+def test_pack_linears_keeps_a_model_s_function():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99)).eval()
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        assert pack_linears(model, ThreadTeam()) == 2 * 4 + 1
+        torch.testing.assert_close(model(ids).logits, before, atol=1e-5, rtol=1e-5)
+    assert _multiply.signatures
