@@ -147,7 +147,8 @@ class Renewal:
 class VaryingRate:
     """Segments of constant rate one after another, then again if `repeat`.
 
-    A gap that reaches over a border is stretched by the new rate, so no segment starts afresh.
+    A gap that reaches over a border is stretched by the new rate, or drawn anew in equilibrium where
+    the gap distribution changes; either way each segment expects `rate * duration` arrivals.
     """
 
     segments: tuple[Segment, ...]
@@ -281,12 +282,13 @@ def arrivals_until(process: Arrivals, duration_s: float, rng: np.random.Generato
 
 def _walk(segments: Iterator[Segment], rng: np.random.Generator) -> Iterator[float]:
     draws: dict[Gaps, Iterator[float]] = {}
-    start_s, needed = 0.0, -1.0
+    in_force: Gaps | None = None
+    start_s, needed = 0.0, 0.0
     for segment in segments:
         end_s, time_s, rate = start_s + segment.duration_s, start_s, segment.rate_per_s
         if rate > 0:
-            if needed < 0:
-                needed = segment.gaps.residual(rng)
+            if segment.gaps != in_force:
+                in_force, needed = segment.gaps, segment.gaps.residual(rng)
             if (gaps := draws.get(segment.gaps)) is None:
                 gaps = draws[segment.gaps] = _draws(segment.gaps, rng)
             while time_s + needed / rate < end_s:
