@@ -102,8 +102,8 @@ class Summary:
     goodput_per_s: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: NaN and infinity become None."""
-        return _plain(asdict(self))
+        """Plain data for JSON (`to_plain`)."""
+        return to_plain(asdict(self))
 
 
 def summarize(
@@ -147,9 +147,10 @@ def summarize(
     )
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """Nested dicts and lists as strict JSON can hold them: NaN and infinity become None."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -192,6 +192,21 @@ class Workload:
             ),
         )
 
+    def with_other_prompts(self, salt: int) -> Workload:
+        """The same requests with other tokens, so that a server's prefix cache has seen none of them.
+
+        What they share among themselves stays shared. `salt` 0 is this workload.
+        """
+        return replace(
+            self,
+            requests=tuple(
+                replace(
+                    r, seed=r.seed ^ (salt << 44), prefix_ids=tuple(i + (salt << 44) for i in r.prefix_ids)
+                )
+                for r in self.requests
+            ),
+        )
+
     def observed_lengths(self) -> ObservedPairs:
         """The (prompt, output) lengths as a distribution, to combine with other arrivals."""
         return ObservedPairs(tuple((r.num_prompt_tokens, r.num_output_tokens) for r in self.requests))

@@ -92,6 +92,17 @@ def test_prompts_share_exactly_their_prefix_blocks():
     assert len(synthesize_text(first).split()) == 150
 
 
+def test_other_prompts_share_nothing_with_the_first_but_all_among_themselves():
+    spec = RequestSpec(0.0, 150, 1, prefix_ids=(7, 8), prefix_block_tokens=50, seed=1)
+    other = RequestSpec(1.0, 150, 1, prefix_ids=(7, 9), prefix_block_tokens=50, seed=2)
+    workload = Workload("w", (spec, other))
+    prompts = [synthesize_prompt(r, 32000) for r in workload.requests]
+    salted = [synthesize_prompt(r, 32000) for r in workload.with_other_prompts(3).requests]
+    assert salted[0][:50] == salted[1][:50] != prompts[0][:50]
+    assert salted[0][100:] != prompts[0][100:]
+    assert workload.with_other_prompts(0) == workload
+
+
 def test_prompt_ids_are_fixed_for_ever_and_spread_over_the_vocabulary():
     ids = synthesize_prompt(RequestSpec(0.0, 20_000, 1, seed=3), 1000, first_token_id=10)
     assert ids[:4] == [67, 681, 233, 632]
