@@ -46,12 +46,10 @@ class Simulator:
         """Have `sender` tell `to` `body` at `at_s` (never before the present)."""
         self._push(at_s, to, (sender, body))
 
-    def run(self, until_s: float = float("inf"), max_events: int | None = None) -> float:
-        """Advance until nothing is due, `until_s`, or `max_events` events; returns the time reached."""
+    def run(self, before_s: float = float("inf")) -> float:
+        """Advance until nothing is due before `before_s`; returns the time of the last event."""
         heap, dispatch = self._heap, self._dispatch
-        while heap and heap[0][0] <= until_s:
-            if max_events is not None and dispatch.num_events >= max_events:
-                break
+        while heap and heap[0][0] < before_s:
             now = self.now_s = heap[0][0]
             while heap and heap[0][0] == now:
                 _, _, to, what = heapq.heappop(heap)

@@ -19,7 +19,13 @@ from genserve.core.models.kernels.vector_ir import (
     linear_2,
     linear_3,
     linear_4,
+    linear_5,
+    linear_6,
+    linear_7,
     linear_8,
+    linear_9,
+    linear_10,
+    linear_11,
     linear_12,
 )
 
@@ -30,44 +36,60 @@ _BYTES = 4
 
 
 @njit(nogil=True, cache=True, boundscheck=False)
-def _multiply(x, x_stride, num_rows, panels, num_in, out, out_stride, first_panel, last_panel, wide, scratch, tail):
-    # Strides in bytes. `wide`: 12 rows of sums fit the registers (AVX-512), else 3. The last panel,
-    # if only `tail` of its 32 outputs exist, goes through `scratch`, float32 [num_rows, 32].
-    at_scratch = scratch.ctypes.data
+def _block(num_rows, x, x_stride, panel, count, out, out_stride):
+    if num_rows == 1:
+        linear_1(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 2:
+        linear_2(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 3:
+        linear_3(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 4:
+        linear_4(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 5:
+        linear_5(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 6:
+        linear_6(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 7:
+        linear_7(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 8:
+        linear_8(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 9:
+        linear_9(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 10:
+        linear_10(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 11:
+        linear_11(x, x_stride, panel, count, out, out_stride)
+    elif num_rows == 12:
+        linear_12(x, x_stride, panel, count, out, out_stride)
+
+
+@njit(nogil=True, cache=True, boundscheck=False)
+def _multiply(
+    x, x_stride, num_rows, panels, num_in, out, out_stride, first_panel, last_panel, most_rows, scratch, tail
+):
+    # Strides in bytes. Rows go in blocks of about equal size, `most_rows` at most: what fits the
+    # registers. The last panel, if only `tail` of its 32 outputs exist, goes through `scratch`,
+    # float32 [num_rows, 32].
+    num_blocks = (num_rows + most_rows - 1) // most_rows
     for panel in range(first_panel, last_panel):
         at_panel = panels + panel * num_in * PANEL * _BYTES
         target, stride = out + panel * PANEL * _BYTES, out_stride
-        partial = tail > 0 and panel == last_panel - 1
-        if partial:
-            target, stride = at_scratch, PANEL * _BYTES
+        if tail > 0 and panel == last_panel - 1:
+            target, stride = scratch.ctypes.data, PANEL * _BYTES
         for start in range(0, num_in, _DEPTH):
             count = min(_DEPTH, num_in - start)
-            at_x = x + start * _BYTES
             at_w = at_panel + start * PANEL * _BYTES
             row = 0
-            if wide:
-                while row + 12 <= num_rows:
-                    linear_12(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
-                    row += 12
-                if row + 8 <= num_rows:
-                    linear_8(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
-                    row += 8
-                if row + 4 <= num_rows:
-                    linear_4(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
-                    row += 4
-            else:
-                while row + 3 <= num_rows:
-                    linear_3(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
-                    row += 3
-            if row + 2 <= num_rows:
-                linear_2(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
-                row += 2
-            if row < num_rows:
-                linear_1(at_x + row * x_stride, x_stride, at_w, count, target + row * stride, stride)
+            for block in range(num_blocks):
+                end = num_rows * (block + 1) // num_blocks
+                at_x = x + row * x_stride + start * _BYTES
+                _block(end - row, at_x, x_stride, at_w, count, target + row * stride, stride)
+                row = end
 
 
-def _registers_are_wide() -> bool:
-    return bool(binding.get_host_cpu_features().get("avx512f", False))
+def _most_rows() -> int:
+    """Rows of sums that fit the vector registers: 32 of 16 floats with AVX-512, else fewer or shorter."""
+    return 12 if binding.get_host_cpu_features().get("avx512f", False) else 3
 
 
 class PackedLinear(torch.nn.Module):
@@ -87,7 +109,7 @@ class PackedLinear(torch.nn.Module):
         self._panels = panels.contiguous()
         self._bias = None if bias is None else bias.detach().clone()
         self._team = team
-        self._wide = _registers_are_wide()
+        self._most_rows = _most_rows()
         self._tail = self.out_features % PANEL
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +135,7 @@ class PackedLinear(torch.nn.Module):
                 self.out_features * _BYTES,
                 first_panel,
                 last_panel,
-                self._wide,
+                self._most_rows,
                 scratch,
                 self._tail if last_panel == last else 0,
             )

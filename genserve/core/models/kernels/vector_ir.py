@@ -277,9 +277,18 @@ def linear_block(num_rows):
     return block
 
 
-linear_12 = linear_block(12)
-linear_8 = linear_block(8)
-linear_4 = linear_block(4)
-linear_3 = linear_block(3)
-linear_2 = linear_block(2)
-linear_1 = linear_block(1)
+# One name each, since Numba inlines what it finds under a global name.
+(
+    linear_1,
+    linear_2,
+    linear_3,
+    linear_4,
+    linear_5,
+    linear_6,
+    linear_7,
+    linear_8,
+    linear_9,
+    linear_10,
+    linear_11,
+    linear_12,
+) = (linear_block(num_rows) for num_rows in range(1, 13))
