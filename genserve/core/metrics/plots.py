@@ -32,11 +32,9 @@ def latency_cdf(
         share = np.arange(1, len(ordered) + 1) / max(1, len(ordered))
         axes[0].step(ordered, share * 100, where="post", color=colour, label=f"{label} (n={len(ordered)})")
     if any(min(values, default=0.0) > 0 for values in series.values()):
-        from matplotlib.ticker import LogFormatter
-
         axes[0].set_xscale("log")
-        axes[0].xaxis.set_major_formatter(LogFormatter())
-        axes[0].xaxis.set_minor_formatter(LogFormatter())
+        axes[0].xaxis.set_major_formatter("{x:g}")
+        axes[0].xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")
     axes[0].set(xlabel=xlabel, ylabel="requests (%)", ylim=(0, 101))
     _legend(axes[0], len(series))
     return _save(figure, path)
