@@ -33,6 +33,8 @@ def latency_cdf(
         axes[0].step(ordered, share * 100, where="post", color=colour, label=f"{label} (n={len(ordered)})")
     if any(min(values, default=0.0) > 0 for values in series.values()):
         axes[0].set_xscale("log")
+        axes[0].xaxis.set_major_formatter("{x:g}")
+        axes[0].xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")
     axes[0].set(xlabel=xlabel, ylabel="requests (%)", ylim=(0, 101))
     _legend(axes[0], len(series))
     return _save(figure, path)
@@ -55,7 +57,8 @@ def rate_sweep(
         for colour, percentile in zip(_colours(3), ("p50", "p90", "p99"), strict=True):
             values = [getattr(getattr(summary, name), percentile) for _, summary in points]
             ax.plot(loads, values, marker="o", color=colour, label=percentile)
-        ax.set(xlabel=xlabel, ylabel=label, ylim=(0, None))
+        ax.set(xlabel=xlabel, ylabel=label)
+        _from_zero(ax)
         _legend(ax, 3)
     axes[3].plot(
         loads, [s.requests_per_s for _, s in points], marker="o", color=_COLOURS[0], label="completed"
@@ -63,7 +66,8 @@ def rate_sweep(
     if any(s.goodput_per_s is not None for _, s in points):
         good = [np.nan if s.goodput_per_s is None else s.goodput_per_s for _, s in points]
         axes[3].plot(loads, good, marker="s", color=_COLOURS[2], label=f"within SLO ({points[0][1].slo})")
-    axes[3].set(xlabel=xlabel, ylabel="requests/s", ylim=(0, None))
+    axes[3].set(xlabel=xlabel, ylabel="requests/s")
+    _from_zero(axes[3])
     _legend(axes[3], 2)
     return _save(figure, path)
 
@@ -83,12 +87,14 @@ def timeline(timelines: Sequence[Timeline], path: str | Path, *, title: str = ""
     if failed.any():
         axes[0].scatter(finish[failed], rows[failed], marker="x", color=_COLOURS[1], label="failed", zorder=3)
     axes[0].set(xlabel="time (s)", ylabel="request, by arrival")
-    _legend(axes[0], 2)
+    # The first to arrive are at the bottom, so this corner is free.
+    axes[0].legend(frameon=False, fontsize=9, loc="upper left")
     times = np.concatenate([arrival, finish])
     steps = np.concatenate([np.ones(len(arrival)), -np.ones(len(finish))])
     order = np.argsort(times, kind="stable")
     axes[1].step(times[order], np.cumsum(steps[order]), where="post", color=_COLOURS[0])
-    axes[1].set(xlabel="time (s)", ylabel="requests in flight", ylim=(0, None))
+    axes[1].set(xlabel="time (s)", ylabel="requests in flight")
+    _from_zero(axes[1])
     return _save(figure, path)
 
 
@@ -130,6 +136,15 @@ def _figure(num_panels: int, title: str) -> tuple[Figure, list[Any]]:
 
 def _colours(num: int) -> list[str]:
     return [_COLOURS[index % len(_COLOURS)] for index in range(num)]
+
+
+def _from_zero(ax: Any) -> None:
+    # A curve that hardly varies would otherwise lie on the upper edge.
+    drawn = np.concatenate(
+        [np.asarray(line.get_ydata(), dtype=np.float64) for line in ax.lines] or [np.zeros(0)]
+    )
+    drawn = drawn[np.isfinite(drawn)]
+    ax.set_ylim(0, 1.1 * drawn.max() if drawn.size and drawn.max() > 0 else 1)
 
 
 def _legend(ax: Any, num_series: int) -> None:
