@@ -56,17 +56,6 @@ def pushed(tokenizer: Tokenizer, ids, split: int, continues: bool = False) -> li
     return [*parts, detokenizer.flush()]
 
 
-def drop_unfinished(tokenizer: Tokenizer, ids) -> list[int]:
-    """Cut ids back to the last one after which the whole text's bytes are well formed."""
-    for end in range(len(ids), -1, -1):
-        try:
-            b"".join(tokenizer.token_bytes(i) for i in ids[:end]).decode()
-        except UnicodeDecodeError:
-            continue
-        return list(ids[:end])
-    return []
-
-
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @settings(max_examples=150, deadline=None)
 @given(text=unicode_text, split=st.integers(1, 4), cut=st.integers(0, 5))
@@ -75,8 +64,10 @@ def test_streamed_text_is_the_full_decode_without_replacement_characters(name, t
     ids = tokenizer.encode(text, add_special_tokens=False)
     ids = ids[: len(ids) - cut] if cut else ids
     parts = pushed(tokenizer, ids, split)
-    expected = tokenizer.hf.backend_tokenizer.decode(drop_unfinished(tokenizer, ids))
-    assert "".join(parts) == expected
+    whole = b"".join(tokenizer.token_bytes(i) for i in ids).decode(errors="ignore")
+    assert "".join(parts) == (whole.removeprefix(" ") if name == "byte_fallback" else whole)
+    if not cut:
+        assert "".join(parts) == tokenizer.hf.backend_tokenizer.decode(ids)
     if "\ufffd" not in text:
         assert not any("\ufffd" in part for part in parts)
 
