@@ -64,7 +64,8 @@ def test_streamed_text_is_the_full_decode_without_replacement_characters(name, t
     ids = tokenizer.encode(text, add_special_tokens=False)
     ids = ids[: len(ids) - cut] if cut else ids
     parts = pushed(tokenizer, ids, split)
-    whole = b"".join(tokenizer.token_bytes(i) for i in ids).decode(errors="ignore")
+    whole = b"".join(tokenizer.token_bytes(i) for i in ids if i not in tokenizer.special_ids)
+    whole = whole.decode(errors="ignore")
     assert "".join(parts) == (whole.removeprefix(" ") if name == "byte_fallback" else whole)
     if not cut:
         assert "".join(parts) == tokenizer.hf.backend_tokenizer.decode(ids)
