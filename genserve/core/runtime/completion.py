@@ -74,9 +74,9 @@ class ChoiceDelta:
     `token_ids` are the output tokens that this delta counts, hidden ones (stop tokens, those of a stop
     string) included; text may lag behind them while it could still become a stop string. `logprobs`
     and `text_offsets` (characters into the choice's text where each token's begins) are aligned with
-    `token_ids`, preceded in the first delta by the prompt's tokens when `echo` asked for those
-    (`num_prompt_logprobs`; None for the first token, which nothing predicts). `stop_reason` is the
-    stop string or the stop token id that ended the choice.
+    `token_ids`, preceded in the first delta by the prompt's tokens (`prompt_token_ids`) when `echo`
+    asked for those; the first of them is None, since nothing predicts it. `stop_reason` is the stop
+    string or the stop token id that ended the choice.
     """
 
     index: int
@@ -84,7 +84,7 @@ class ChoiceDelta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     text_offsets: tuple[int, ...] = ()
-    num_prompt_logprobs: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -303,9 +303,9 @@ class _Choice:
         if self.stops.matched is not None:
             finish, stop_reason = "stop", self.stops.matched  # type: ignore[assignment]
         logprobs: tuple[TokenLogprobs | None, ...] = output.logprobs[: len(token_ids)]
-        num_prompt = 0
+        prompt_token_ids: tuple[int, ...] = ()
         if output.prompt_logprobs is not None:
-            num_prompt = len(output.prompt_logprobs)
+            prompt_token_ids = self.request.prompt_token_ids
             logprobs = (*output.prompt_logprobs, *logprobs)
             offsets = [*self._prompt_offsets(), *offsets]
         if self.echo_text is not None:
@@ -317,7 +317,7 @@ class _Choice:
             token_ids,
             logprobs,
             tuple(offsets) if wanted else (),
-            num_prompt,
+            prompt_token_ids,
             finish,
             stop_reason,
         )

@@ -24,10 +24,10 @@ class ApiKeyAuth:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in _OPEN_PATHS:
-            if not self._accepts(scope["headers"]):
-                await send_error(send, Unauthorized("missing or wrong API key"))
-                return
+        guarded = scope["type"] == "http" and self._digests and scope["path"] not in _OPEN_PATHS
+        if guarded and not self._accepts(scope["headers"]):
+            await send_error(send, Unauthorized("missing or wrong API key"))
+            return
         await self._app(scope, receive, send)
 
     def _accepts(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
