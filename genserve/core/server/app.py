@@ -117,6 +117,7 @@ class CompletionResponse(Response):
         prompts: Callable[[], Any],
         response_format: type[ChatFormat] | type[CompletionsFormat],
     ) -> None:
+        super().__init__()
         self._gateway = gateway
         self._metrics = metrics
         self._model = model
