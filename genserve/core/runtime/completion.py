@@ -467,8 +467,14 @@ async def _none() -> _Stream:
 
 async def _one(choice: _Choice, outputs: AsyncIterator[TokenOutput]) -> _Stream:
     """The outputs of a lone sequence, without a task of its own."""
-    async for output in outputs:
-        yield choice, output
+    try:
+        async for output in outputs:
+            yield choice, output
+    finally:
+        # A generator left half-way would be closed only when collected, in a task of its own.
+        close = getattr(outputs, "aclose", None)
+        if close is not None:
+            await close()
 
 
 async def _many(streams: Sequence[tuple[_Choice, AsyncIterator[TokenOutput]]]) -> _Stream:

@@ -299,7 +299,10 @@ def test_values_that_ask_for_nothing_pass(served):
     body = {**CHAT, "max_tokens": 1, "tools": None, "tool_choice": "none", "n": 1, "store": False}
     body |= {"user": "u", "metadata": {"a": "b"}, "logit_bias": None, "no_such_thing": None, "best_of": 1}
     body["messages"] = [
-        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " brief"}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " brief"}],
+        },
         {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": [], "audio": None},
         {"role": "user", "content": "x"},
     ]
