@@ -8,12 +8,10 @@ Knows nothing of HTTP and of how an engine works.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -24,69 +22,17 @@ from genserve.core.errors import (
     ExecutionFailed,
     InvalidRequest,
 )
+from genserve.core.runtime.choice import Choice, ChoiceDelta, CompletionRequest, derived_seed
 from genserve.core.runtime.client import EngineClient
-from genserve.core.text.detokenizer import Detokenizer
-from genserve.core.text.stops import StopMatcher
-from genserve.core.text.tokenizer import Tokenizer
-from genserve.core.types import (
-    EngineInfo,
-    FinishReason,
-    SamplingParams,
-    Submit,
-    TokenLogprobs,
-    TokenOutput,
+from genserve.core.runtime.sampling_limits import (
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+    check_integer,
+    shown,
+    validate_sampling,
 )
-
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-_SEED_MODULUS = 1 << 63
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """What to generate for one prompt; `Completer.prepare` validates it.
-
-    sampling    a template for all `n` choices; `max_tokens=None` is as many as fit.
-    stop        strings that end a choice; they are not part of its text.
-    echo        each choice's text (and log-probabilities) begin with the prompt's.
-    prompt_text the prompt as the caller wrote it, for `echo`; None decodes the ids.
-    continues_prompt  the output continues the prompt's text (completions), so a leading space is kept;
-                False for an answer that begins a new text (chat).
-    deadline_s  on the engine loop's clock.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    echo: bool = False
-    prompt_text: str | None = None
-    continues_prompt: bool = True
-    deadline_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """New text and tokens of choice `index`; the last one of a choice carries `finish_reason`.
-
-    `token_ids` are the output tokens that this delta counts, hidden ones (stop tokens, those of a stop
-    string) included; text may lag behind them while it could still become a stop string. `logprobs`
-    and `text_offsets` (characters into the choice's text where each token's begins) are aligned with
-    `token_ids`, preceded in the first delta by the prompt's tokens (`prompt_token_ids`) when `echo`
-    asked for those; the first of them is None, since nothing predicts it. `stop_reason` is the stop
-    string or the stop token id that ended the choice.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
-    text_offsets: tuple[int, ...] = ()
-    prompt_token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+from genserve.core.text.tokenizer import Tokenizer
+from genserve.core.types import EngineInfo, Submit, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,60 +42,6 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """Seed of choice `index` under `seed`, in [0, 2**63). Choice 0 keeps `seed` (modulo 2**63)."""
-    if index == 0:
-        return seed % _SEED_MODULUS
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % _SEED_MODULUS
-
-
-def validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raise `InvalidRequest` naming the first field of `sampling` that is out of range."""
-    _check_number("temperature", sampling.temperature, 0.0, 1e4)
-    _check_number("top_p", sampling.top_p, 0.0, 1.0, open_low=True)
-    _check_number("min_p", sampling.min_p, 0.0, 1.0)
-    _check_number("repetition_penalty", sampling.repetition_penalty, 0.0, 1e4, open_low=True)
-    _check_number("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
-    _check_number("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
-    _check_integer("top_k", sampling.top_k, 0, _SEED_MODULUS)
-    if sampling.seed is not None:
-        _check_integer("seed", sampling.seed, -_SEED_MODULUS, _SEED_MODULUS - 1)
-    if sampling.max_tokens is not None:
-        _check_integer("max_tokens", sampling.max_tokens, 0, _SEED_MODULUS)
-    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if count is not None:
-            _check_integer(name, count, 0, MAX_LOGPROBS)
-    for token_id, bias in sampling.logit_bias:
-        _check_integer("logit_bias", token_id, 0, vocab_size - 1, what="token id")
-        _check_number("logit_bias", bias, -100.0, 100.0)
-    if len({token_id for token_id, _ in sampling.logit_bias}) != len(sampling.logit_bias):
-        raise InvalidRequest("logit_bias", "names a token id twice")
-    for token_id in sampling.stop_token_ids:
-        _check_integer("stop_token_ids", token_id, 0, vocab_size - 1)
-
-
-def _check_number(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(field, f"must be a number, not {type(value).__name__}")
-    if not (low < value if open_low else low <= value) or not value <= high:  # NaN fails both
-        bracket = "(" if open_low else "["
-        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], not {_shown(value)}")
-
-
-def _check_integer(field: str, value: Any, low: int, high: int, what: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(field, f"{what or 'value'} must be an integer, not {type(value).__name__}")
-    if not low <= value <= high:
-        raise InvalidRequest(field, f"{what or 'value'} must be in [{low}, {high}], not {_shown(value)}")
-
-
-def _shown(value: float) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return str(value) if abs(value) < 1e30 else f"a number over {'-' if value < 0 else ''}1e30"
 
 
 class Completer:
@@ -180,7 +72,7 @@ class Completer:
         info = self.engine.info
         sampling = request.sampling
         validate_sampling(sampling, info.vocab_size)
-        _check_integer("n", request.n, 1, MAX_CHOICES)
+        check_integer("n", request.n, 1, MAX_CHOICES)
         if len(request.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} strings, not {len(request.stop)}")
         if not all(isinstance(stop, str) and stop for stop in request.stop):
@@ -210,7 +102,7 @@ class Completer:
         vocab_size = self.engine.info.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
-            raise InvalidRequest("prompt", f"token ids must be in [0, {vocab_size - 1}], not {_shown(wrong)}")
+            raise InvalidRequest("prompt", f"token ids must be in [0, {vocab_size - 1}], not {shown(wrong)}")
 
     def _room(self, token_ids: tuple[int, ...]) -> int:
         info = self.engine.info
@@ -236,99 +128,9 @@ class Completer:
             if prompt_tokens + max_tokens > limit:
                 raise ContextLengthExceeded(
                     "max_tokens",
-                    f"{prompt_tokens} prompt tokens + {_shown(max_tokens)} output tokens "
+                    f"{prompt_tokens} prompt tokens + {shown(max_tokens)} output tokens "
                     f"are more than {what} of {limit} tokens",
                 )
-
-
-class _Choice:
-    """State of one sequence: decoding, stops, counts."""
-
-    __slots__ = (
-        "cached_tokens",
-        "detokenizer",
-        "echo_text",
-        "index",
-        "num_chars",
-        "position",
-        "request",
-        "sequence_id",
-        "stops",
-        "tokenizer",
-    )
-
-    def __init__(
-        self, index: int, position: int, sequence_id: str, request: CompletionRequest, tokenizer: Tokenizer
-    ) -> None:
-        self.index = index
-        self.position = position
-        self.sequence_id = sequence_id
-        self.cached_tokens = 0
-        self.request = request
-        self.tokenizer = tokenizer
-        special = tokenizer.special_ids
-        continues = request.continues_prompt and not special.issuperset(request.prompt_token_ids)
-        self.detokenizer = Detokenizer(tokenizer, continues=continues)
-        self.stops = StopMatcher(request.stop)
-        self.echo_text: str | None = None
-        if request.echo:
-            text = request.prompt_text
-            self.echo_text = tokenizer.decode(request.prompt_token_ids) if text is None else text
-        self.num_chars = len(self.echo_text or "")
-
-    def take(self, output: TokenOutput) -> ChoiceDelta:
-        """Fold one engine output in. A stop string may end the choice before the engine does."""
-        finish, stop_reason = output.finish_reason, output.stop_token_id
-        num_visible = len(output.token_ids) - (stop_reason is not None)
-        token_ids: tuple[int, ...] = output.token_ids
-        offsets: list[int] = []
-        if not self.request.stop and self.request.sampling.logprobs is None:
-            text = self.detokenizer.push(token_ids[:num_visible] if stop_reason is not None else token_ids)
-        else:
-            pieces: list[str] = []
-            for position, token_id in enumerate(token_ids):
-                offsets.append(self.num_chars)
-                if position >= num_visible:
-                    continue
-                piece = self.detokenizer.push((token_id,))
-                self.num_chars += len(piece)
-                pieces.append(self.stops.push(piece))
-                if self.stops.matched is not None:
-                    token_ids = token_ids[: position + 1]
-                    break
-            text = "".join(pieces)
-        if finish is not None and self.stops.matched is None:
-            text += self.stops.push(self.detokenizer.flush())
-            text += self.stops.flush()
-        if self.stops.matched is not None:
-            finish, stop_reason = "stop", self.stops.matched  # type: ignore[assignment]
-        logprobs: tuple[TokenLogprobs | None, ...] = output.logprobs[: len(token_ids)]
-        prompt_token_ids: tuple[int, ...] = ()
-        if output.prompt_logprobs is not None:
-            prompt_token_ids = self.request.prompt_token_ids
-            logprobs = (*output.prompt_logprobs, *logprobs)
-            offsets = [*self._prompt_offsets(), *offsets]
-        if self.echo_text is not None:
-            text, self.echo_text = self.echo_text + text, None
-        wanted = self.request.sampling.logprobs is not None
-        return ChoiceDelta(
-            self.index,
-            text,
-            token_ids,
-            logprobs,
-            tuple(offsets) if wanted else (),
-            prompt_token_ids,
-            finish,
-            stop_reason,
-        )
-
-    def _prompt_offsets(self) -> list[int]:
-        detokenizer = Detokenizer(self.tokenizer)
-        offsets, num_chars = [], 0
-        for token_id in self.request.prompt_token_ids:
-            offsets.append(num_chars)
-            num_chars += len(detokenizer.push((token_id,)))
-        return offsets
 
 
 class Completion:
@@ -348,18 +150,18 @@ class Completion:
         self._engine = engine
         self._clock = clock
         self._requests = tuple(requests)
-        self._live: dict[str, _Choice] = {}
+        self._live: dict[str, Choice] = {}
         self._ready: list[ChoiceDelta] = []
         self._error: Exception | None = None
         self._completion_tokens = 0
         self._cached_tokens = 0
-        streams: list[tuple[_Choice, AsyncIterator[TokenOutput]]] = []
+        streams: list[tuple[Choice, AsyncIterator[TokenOutput]]] = []
         index = 0
         try:
             for number, request in enumerate(requests):
                 prefix = request.request_id if number == 0 else f"{request.request_id}.{number}"
                 for position in range(request.n):
-                    choice = _Choice(index, position, f"{prefix}-{position}", request, tokenizer)
+                    choice = Choice(index, position, f"{prefix}-{position}", request, tokenizer)
                     index += 1
                     if self._needs_no_engine(request):
                         self._ready.append(choice.take(TokenOutput("", finish_reason="length")))
@@ -420,7 +222,7 @@ class Completion:
     ) -> None:
         await self.aclose()
 
-    def _fold(self, choice: _Choice, output: TokenOutput) -> ChoiceDelta:
+    def _fold(self, choice: Choice, output: TokenOutput) -> ChoiceDelta:
         if output.finish_reason in ("error", "abort"):
             self._live.pop(choice.sequence_id)
             raise self._failure(choice, output)
@@ -435,7 +237,7 @@ class Completion:
                 self._engine.abort(choice.sequence_id)
         return delta
 
-    def _failure(self, choice: _Choice, output: TokenOutput) -> Exception:
+    def _failure(self, choice: Choice, output: TokenOutput) -> Exception:
         deadline_s = choice.request.deadline_s
         if deadline_s is not None and self._clock() >= deadline_s:
             return DeadlineExceeded("the request's deadline passed before it finished")
@@ -448,7 +250,7 @@ class Completion:
         return request.sampling.max_tokens == 0 and request.sampling.prompt_logprobs is None
 
 
-def _submit(choice: _Choice, after: str | None) -> Submit:
+def _submit(choice: Choice, after: str | None) -> Submit:
     request = choice.request
     seed = request.sampling.seed
     if seed is None:
@@ -465,7 +267,7 @@ async def _none() -> _Stream:
     yield
 
 
-async def _one(choice: _Choice, outputs: AsyncIterator[TokenOutput]) -> _Stream:
+async def _one(choice: Choice, outputs: AsyncIterator[TokenOutput]) -> _Stream:
     """The outputs of a lone sequence, without a task of its own."""
     try:
         async for output in outputs:
@@ -477,11 +279,11 @@ async def _one(choice: _Choice, outputs: AsyncIterator[TokenOutput]) -> _Stream:
             await close()
 
 
-async def _many(streams: Sequence[tuple[_Choice, AsyncIterator[TokenOutput]]]) -> _Stream:
+async def _many(streams: Sequence[tuple[Choice, AsyncIterator[TokenOutput]]]) -> _Stream:
     """The outputs of several sequences as they come; a failing one raises here."""
-    queue: asyncio.Queue[tuple[_Choice, TokenOutput | BaseException | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Choice, TokenOutput | BaseException | None]] = asyncio.Queue()
 
-    async def pump(choice: _Choice, outputs: AsyncIterator[TokenOutput]) -> None:
+    async def pump(choice: Choice, outputs: AsyncIterator[TokenOutput]) -> None:
         try:
             async for output in outputs:
                 queue.put_nowait((choice, output))

@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from genserve.core.errors import GenserveError, InvalidRequest
-from genserve.core.runtime.completion import ChoiceDelta, Completion, CompletionRequest
+from genserve.core.runtime.choice import ChoiceDelta, CompletionRequest
+from genserve.core.runtime.completion import Completion
 from genserve.core.server import sse
 from genserve.core.server.auth import ApiKeyAuth
 from genserve.core.server.body_limit import BodyLimit

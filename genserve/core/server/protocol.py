@@ -3,7 +3,7 @@
 Owns the request models and their translation into core records. Every field is either served or
 refused by name: keys that this server does not know are errors unless their value asks for nothing.
 Knows nothing of engines and of how a request runs; ranges of sampling parameters are checked where
-they are defined (`core.runtime.completion`).
+they are defined (`core.runtime.sampling_limits`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import from_json
 
 from genserve.core.errors import InvalidRequest, UnsupportedField
-from genserve.core.runtime.completion import MAX_CHOICES, MAX_LOGPROBS
+from genserve.core.runtime.sampling_limits import MAX_CHOICES, MAX_LOGPROBS
 from genserve.core.types import Grammar, SamplingParams
 
 COMPLETIONS_DEFAULT_MAX_TOKENS = 16
@@ -31,6 +31,10 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "reasoning_effort": ("none",),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
 }

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring as _quoted
 from typing import Any, Protocol
 
-from genserve.core.runtime.completion import ChoiceDelta, Usage
+from genserve.core.runtime.choice import ChoiceDelta
+from genserve.core.runtime.completion import Usage
 from genserve.core.server import sse
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import TokenLogprobs

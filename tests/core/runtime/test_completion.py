@@ -17,7 +17,8 @@ from genserve.core.errors import (
     InvalidRequest,
     Overloaded,
 )
-from genserve.core.runtime.completion import Completer, CompletionRequest, derived_seed
+from genserve.core.runtime.choice import CompletionRequest, derived_seed
+from genserve.core.runtime.completion import Completer
 from genserve.core.testing import Script, ScriptedEngine, byte_fallback_tokenizer, byte_level_tokenizer
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import EngineInfo, SamplingParams
