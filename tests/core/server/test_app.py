@@ -86,6 +86,13 @@ def test_completions_echo_and_legacy_logprobs(fixed):
     assert [t for c in chunks if c.logprobs for t in c.logprobs.tokens] == record.tokens
 
 
+def test_characters_split_over_tokens_never_show_as_replacement_characters(fixed):
+    for max_tokens in range(1, len(TOKENIZER.encode("Hé 👋🏽!")) + 1):
+        stream = fixed.client.chat.completions.create(**{**CHAT, "max_tokens": max_tokens}, stream=True)
+        parts = [chunk.choices[0].delta.content or "" for chunk in stream]
+        assert "Hé 👋🏽!".startswith("".join(parts))
+
+
 def test_usage_chunk_comes_last_and_only_when_asked(fixed):
     chunks = list(fixed.client.chat.completions.create(**CHAT, stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
