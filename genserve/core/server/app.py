@@ -189,7 +189,11 @@ class CompletionResponse(Response):
             deltas.append(delta)
         body = self._format.body(deltas, self._num_sequences, completion.usage)
         self._record(completion)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self._id.encode()),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -198,7 +202,8 @@ class CompletionResponse(Response):
         chunk = self._format.chunk
         delta = await anext(completion)
         self._first_s = time.monotonic()
-        await send({"type": "http.response.start", "status": 200, "headers": sse.SSE_HEADERS})
+        headers = [*sse.SSE_HEADERS, (b"x-request-id", self._id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         head = self._format.opening(self._num_sequences) + chunk(delta)
         if head:
             await send({"type": "http.response.body", "body": head, "more_body": True})

@@ -19,7 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """A thin wrapper over a Hugging Face fast tokenizer (or a bare `tokenizers.Tokenizer`).
 
-    `hf_tokenizer` stays the caller's; it is only read.
+    `hf_tokenizer` stays the caller's; truncation and padding that it came with are turned off.
     """
 
     def __init__(self, hf_tokenizer: Any) -> None:
@@ -27,6 +27,11 @@ class Tokenizer:
         self._backend = getattr(hf_tokenizer, "backend_tokenizer", hf_tokenizer)
         if not hasattr(self._backend, "to_str"):
             raise ConfigError(f"{type(hf_tokenizer).__name__} is no fast tokenizer (no tokenizer.json form)")
+        # Files may carry a length limit or padding from training; a prompt is never cut in silence.
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
         description = json.loads(self._backend.to_str())
         added = description.get("added_tokens") or []
         special = {int(token["id"]) for token in added if token["special"]}
@@ -122,8 +127,16 @@ class Tokenizer:
 class _Pieces:
     """Context-free decoding: a token's bytes depend on the token alone (and on being the very first)."""
 
-    def __init__(self, byte_level: bool, replacements: list[tuple[str, str]], strips_first: str) -> None:
+    def __init__(
+        self,
+        byte_fallback: bool,
+        replacements: list[tuple[str, str]],
+        strips_first: str,
+        *,
+        byte_level: bool = False,
+    ) -> None:
         self.strips_first = strips_first
+        self._byte_fallback = byte_fallback
         self._byte_level = _byte_level_alphabet() if byte_level else None
         self._replacements = replacements
 
@@ -133,7 +146,7 @@ class _Pieces:
                 return bytes([self._byte_level[char] for char in token])
             except KeyError:  # an added token, kept as plain text
                 return token.encode()
-        match = _BYTE_TOKEN.fullmatch(token)
+        match = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         if match:
             return bytes([int(match[1], 16)])
         for old, new in self._replacements:
@@ -148,21 +161,27 @@ def _piece_decoder(decoder: Mapping[str, Any] | None) -> _Pieces | None:
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _Pieces(True, [], "")
+        return _Pieces(False, [], "", byte_level=True)
     if kinds in (["Metaspace"], ["ByteFallback", "Metaspace"]):
         scheme = steps[-1].get("prepend_scheme", "always")
-        return _Pieces(False, [(steps[-1]["replacement"], " ")], "" if scheme == "never" else "all")
-    replacements: list[tuple[str, str]] = []
-    while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
-        replacements.append((steps[0]["pattern"]["String"], steps[0]["content"]))
-        steps = steps[1:]
-    kinds = [step["type"] for step in steps]
-    if kinds in (["ByteFallback"], ["ByteFallback", "Fuse"]):
-        return _Pieces(False, replacements, "")
-    if kinds == ["ByteFallback", "Fuse", "Strip"]:
-        strip = steps[-1]
+        replacements = [(steps[-1]["replacement"], " ")]
+        return _Pieces(len(kinds) == 2, replacements, "" if scheme == "never" else "all")
+    replacements = []
+    others: list[Mapping[str, Any]] = []
+    for step in steps:
+        if step["type"] == "Replace" and "String" in step["pattern"]:
+            replacements.append((step["pattern"]["String"], step["content"]))
+        else:
+            others.append(step)
+    kinds = [step["type"] for step in others]
+    byte_fallback = "ByteFallback" in kinds
+    rest = [kind for kind in kinds if kind != "ByteFallback"]
+    if rest in ([], ["Fuse"]):
+        return _Pieces(byte_fallback, replacements, "")
+    if rest == ["Fuse", "Strip"]:
+        strip = others[-1]
         if (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0):
-            return _Pieces(False, replacements, "one")
+            return _Pieces(byte_fallback, replacements, "one")
     return None
 
 

@@ -125,6 +125,12 @@ def test_extras_and_constraints_reach_the_engine(fixed):
         assert fixed.engine.submitted[-1].sampling.grammar == grammar
 
 
+def test_answers_name_the_request_that_the_engine_saw(fixed):
+    answer = fixed.client.chat.completions.create(**CHAT)
+    assert fixed.engine.submitted[-1].request_id.startswith(answer._request_id)
+    assert answer.id == f"chatcmpl-{answer._request_id}"
+
+
 def test_prompt_forms_agree(fixed):
     ids = TOKENIZER.encode("hi there")
     for prompt in ("hi there", ["hi there"], ids, [ids]):

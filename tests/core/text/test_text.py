@@ -35,14 +35,27 @@ def word_piece_backend():
     return backend
 
 
+def converted_backend():
+    """Byte fallback with the decoder order that conversions from GGUF write."""
+    from tokenizers import decoders
+
+    backend = byte_fallback_tokenizer().backend_tokenizer
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer())
 BYTE_FALLBACK = Tokenizer(byte_fallback_tokenizer())
 METASPACE = Tokenizer(metaspace_backend())
 METASPACE_NEVER = Tokenizer(metaspace_backend("never"))
+CONVERTED = Tokenizer(converted_backend())
 WORD_PIECE = Tokenizer(word_piece_backend())
 ALL = {
     "byte_level": BYTE_LEVEL,
     "byte_fallback": BYTE_FALLBACK,
+    "converted": CONVERTED,
     "metaspace": METASPACE,
     "metaspace_never": METASPACE_NEVER,
     "word_piece": WORD_PIECE,
@@ -56,7 +69,7 @@ def pushed(tokenizer: Tokenizer, ids, split: int, continues: bool = False) -> li
     return [*parts, detokenizer.flush()]
 
 
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "converted"])
 @settings(max_examples=150, deadline=None)
 @given(text=unicode_text, split=st.integers(1, 4), cut=st.integers(0, 5))
 def test_streamed_text_is_the_full_decode_without_replacement_characters(name, text, split, cut):
@@ -66,9 +79,9 @@ def test_streamed_text_is_the_full_decode_without_replacement_characters(name, t
     parts = pushed(tokenizer, ids, split)
     whole = b"".join(tokenizer.token_bytes(i) for i in ids if i not in tokenizer.special_ids)
     whole = whole.decode(errors="ignore")
-    assert "".join(parts) == (whole.removeprefix(" ") if name == "byte_fallback" else whole)
+    assert "".join(parts) == (whole.removeprefix(" ") if name != "byte_level" else whole)
     if not cut:
-        assert "".join(parts) == tokenizer.hf.backend_tokenizer.decode(ids)
+        assert "".join(parts) == getattr(tokenizer.hf, "backend_tokenizer", tokenizer.hf).decode(ids)
     if "\ufffd" not in text:
         assert not any("\ufffd" in part for part in parts)
 
@@ -119,6 +132,19 @@ def test_a_leading_space_is_kept_when_text_comes_before(name):
     ids = [tokenizer._backend.token_to_id("▁Hello"), tokenizer._backend.token_to_id("▁world")]
     assert "".join(pushed(tokenizer, ids, 1)) == "Hello world"
     assert "".join(pushed(tokenizer, ids, 1, continues=True)) == " Hello world"
+
+
+def test_prompts_are_never_cut_or_padded():
+    hf = byte_level_tokenizer()
+    hf.backend_tokenizer.enable_truncation(4)
+    hf.backend_tokenizer.enable_padding(length=8)
+    text = "Hello world, hello"
+    assert Tokenizer(hf).encode(text) == BYTE_LEVEL.encode(text)
+    assert Tokenizer(hf).encode("a") == BYTE_LEVEL.encode("a")
+
+
+def test_known_decoders_are_table_look_ups_and_others_use_their_neighbours():
+    assert [name for name in ALL if not ALL[name].is_bytewise] == ["word_piece"]
 
 
 def test_special_tokens_are_hidden_and_unknown_ids_are_empty():
