@@ -1,0 +1,274 @@
+"""The FastAPI application: routes, and the life of one completion request over HTTP.
+
+Owns the order of things: parse, admit, tokenize, submit, answer, give back. Knows nothing of what
+family a model is of, nor of how an engine works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from genserve.core.errors import GenserveError, InvalidRequest
+from genserve.core.runtime.choice import ChoiceDelta, CompletionRequest
+from genserve.core.runtime.completion import Completion
+from genserve.core.server import sse
+from genserve.core.server.auth import ApiKeyAuth
+from genserve.core.server.body_limit import BodyLimit
+from genserve.core.server.gateway import Gateway, ServedModel
+from genserve.core.server.http_errors import error_body, error_headers, error_object, http_form
+from genserve.core.server.http_metrics import CountRequests, HttpMetrics
+from genserve.core.server.protocol import ChatRequest, CompletionsRequest, parse
+from genserve.core.server.responses import ChatFormat, CompletionsFormat, ResponseFormat, dumps
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+DEFAULT_MAX_BODY_BYTES = 8 << 20
+_INLINE_TOKENIZE_CHARS = 8_192  # longer texts are tokenized in a thread: they would stall every stream
+
+
+def create_app(
+    gateway: Gateway,
+    *,
+    api_keys: Sequence[str] = (),
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    registry: CollectorRegistry | None = None,
+) -> FastAPI:
+    """The application over `gateway`; HTTP instruments go into `registry`, which `/metrics` exposes."""
+    metrics = HttpMetrics(registry)
+    app = FastAPI(title="genserve", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.gateway = gateway
+    app.state.metrics = metrics
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(ApiKeyAuth, api_keys=tuple(api_keys))
+    app.add_middleware(CountRequests, metrics=metrics)
+    app.add_exception_handler(GenserveError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = parse(ChatRequest, await request.body())
+        model = gateway.model(body.model)
+        messages = [message.for_template() for message in body.messages]
+        num_chars = sum(len(message["content"]) for message in messages)
+
+        async def prompts() -> list[tuple[list[int], str | None]]:
+            return [(await _off_loop(num_chars, model.tokenizer.apply_chat_template, messages), None)]
+
+        return CompletionResponse(gateway, metrics, model, body, 1, prompts, ChatFormat)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = parse(CompletionsRequest, await request.body())
+        model = gateway.model(body.model)
+
+        async def prompts() -> list[tuple[list[int], str | None]]:
+            found: list[tuple[list[int], str | None]] = []
+            for prompt in body.prompt:
+                if isinstance(prompt, str):
+                    found.append((await _off_loop(len(prompt), model.tokenizer.encode, prompt), prompt))
+                else:
+                    found.append((prompt, None))
+            return found
+
+        return CompletionResponse(gateway, metrics, model, body, len(body.prompt), prompts, CompletionsFormat)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model_object(m) for m in gateway.models]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        return JSONResponse(_model_object(gateway.model(name)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        if gateway.is_draining:
+            return JSONResponse({"status": "draining"}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+class CompletionResponse(Response):
+    """Runs one completion request and answers it, streaming or whole. When the client goes, all stops."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        metrics: HttpMetrics,
+        model: ServedModel,
+        body: ChatRequest | CompletionsRequest,
+        num_prompts: int,
+        prompts: Callable[[], Any],
+        response_format: type[ChatFormat] | type[CompletionsFormat],
+    ) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._metrics = metrics
+        self._model = model
+        self._body = body
+        self._sampling = body.to_sampling()
+        self._num_sequences = num_prompts * body.n
+        self._prompts = prompts
+        self._id = uuid.uuid4().hex
+        self._include_usage = body.stream_options.include_usage
+        self._format: ResponseFormat = response_format(
+            self._id, int(time.time()), model.name, model.tokenizer, body.stream and self._include_usage
+        )
+        self._start_s = time.monotonic()
+        self._first_s: float | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["genserve.model"] = self._model.name
+        if not await sse.until_disconnect(receive, self._run(send)):
+            self._metrics.disconnects.labels(self._model.name).inc()
+
+    async def _run(self, send: Any) -> None:
+        name = self._model.name
+        with self._gateway.admit(name, self._num_sequences) as lease:
+            inflight = self._metrics.inflight.labels(name)
+            inflight.inc()
+            try:
+                requests = await self._requests()
+                async with self._completion(requests) as completion:
+                    lease.completion = completion
+                    try:
+                        await (self._stream if self._body.stream else self._whole)(send, completion)
+                    finally:
+                        self._metrics.generation_tokens.labels(name).inc(completion.usage.completion_tokens)
+            finally:
+                inflight.dec()
+
+    async def _requests(self) -> list[CompletionRequest]:
+        body = self._body
+        is_chat = isinstance(body, ChatRequest)
+        return [
+            CompletionRequest(
+                request_id=self._id,
+                prompt_token_ids=tuple(token_ids),
+                sampling=self._sampling,
+                n=body.n,
+                stop=tuple(body.stop),
+                echo=not is_chat and body.echo,  # type: ignore[union-attr]
+                prompt_text=text,
+                continues_prompt=not is_chat,
+            )
+            for token_ids, text in await self._prompts()
+        ]
+
+    def _completion(self, requests: list[CompletionRequest]) -> Completion:
+        try:
+            return self._model.completer.complete(*requests)
+        except InvalidRequest as error:
+            name = self._body.field_names().get(error.field)
+            if name is None:
+                raise
+            raise type(error)(name, error.message) from None
+
+    async def _whole(self, send: Any, completion: Completion) -> None:
+        deltas: list[ChoiceDelta] = []
+        async for delta in completion:
+            if self._first_s is None:
+                self._first_s = time.monotonic()
+            deltas.append(delta)
+        body = self._format.body(deltas, self._num_sequences, completion.usage)
+        self._record(completion)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self._id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Any, completion: Completion) -> None:
+        # Errors before the first output still get their own status; later ones become an event.
+        chunk = self._format.chunk
+        delta = await anext(completion)
+        self._first_s = time.monotonic()
+        headers = [*sse.SSE_HEADERS, (b"x-request-id", self._id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        head = self._format.opening(self._num_sequences) + chunk(delta)
+        if head:
+            await send({"type": "http.response.body", "body": head, "more_body": True})
+        try:
+            async for delta in completion:
+                data = chunk(delta)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            if not isinstance(error, GenserveError):
+                self._metrics.stream_errors.labels(self._model.name, "internal_error").inc()
+                await send({"type": "http.response.body", "body": sse.event(dumps(error_object(error)))})
+                raise
+            self._metrics.stream_errors.labels(self._model.name, http_form(error).code or "").inc()
+            tail = sse.event(dumps(error_object(error)))
+        else:
+            tail = self._format.usage_chunk(completion.usage) if self._include_usage else b""
+            tail += sse.DONE
+            self._record(completion)
+        await send({"type": "http.response.body", "body": tail})
+
+    def _record(self, completion: Completion) -> None:
+        usage = completion.usage
+        self._metrics.observe_completion(
+            self._model.name,
+            start_s=self._start_s,
+            first_s=self._first_s,
+            end_s=time.monotonic(),
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+            num_sequences=self._num_sequences,
+        )
+
+
+async def _off_loop(num_chars: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:
+    if num_chars <= _INLINE_TOKENIZE_CHARS:
+        return function(argument)
+    return await asyncio.to_thread(function, argument)
+
+
+def _model_object(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "genserve",
+        "family": model.info.family,
+        "max_context_tokens": model.info.max_context_tokens,
+    }
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    response = Response(error_body(error), http_form(error).status)
+    response.raw_headers.extend(error_headers(error))
+    return response
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = error.detail if isinstance(error, HTTPException) else "internal error"
+    message = f"{detail}: {request.method} {request.url.path}"
+    headers = getattr(error, "headers", None)
+    kind = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": kind}, status, headers=headers)
+
+
+async def _on_client_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,172 @@
+"""A server on loopback over an engine that `make_engine()` builds, and clients for it.
+
+The hard-case tests use only what any engine offers (greedy results that repeat, long outputs that
+are aborted, a count of live sequences), so that a real engine can take the scripted one's place.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import openai
+import pytest
+
+from genserve.core.runtime.completion import Completer
+from genserve.core.server.app import create_app
+from genserve.core.server.gateway import Gateway, ServedModel
+from genserve.core.server.in_thread import Parts, ServerInThread
+from genserve.core.testing import Script, ScriptedEngine, byte_level_tokenizer
+from genserve.core.text.tokenizer import Tokenizer
+from genserve.core.types import EngineInfo, Submit
+
+CONTEXT_TOKENS = 256
+TOKENIZER = Tokenizer(byte_level_tokenizer())
+API_KEY = "key-for-tests"
+
+
+def babble(request: Submit) -> Script:
+    """Text that depends on prompt and seed alone: words, emoji and stray bytes."""
+    random_seed = 0 if request.sampling.temperature == 0 else request.sampling.seed
+    source = random.Random(f"{request.prompt_token_ids}/{random_seed}")
+    words = ["Hello", " world", " 你好", "👋🏽", " ça va", " the quick", "\n", " fox", " Größe", " STOP"]
+    text = "".join(source.choice(words) for _ in range(CONTEXT_TOKENS))
+    return Script([[i] for i in TOKENIZER.encode(text)], step_delay_s=0.001)
+
+
+def engine_info(**changes) -> EngineInfo:
+    values = {
+        "model": "tiny",
+        "family": "ar",
+        "vocab_size": TOKENIZER.vocab_size,
+        "max_context_tokens": CONTEXT_TOKENS,
+        "kv_pool_tokens": 4096,
+        "max_queued_requests": 64,
+        "eos_token_ids": (2,),
+    }
+    return EngineInfo(**{**values, **changes})
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine with its tokenizer and a way to count the sequences it still holds."""
+
+    engine: object
+    tokenizer: Tokenizer
+    num_live: Callable[[], int]
+
+
+def make_engine(script=babble, **info) -> EngineUnderTest:
+    """Called on the server's loop."""
+    engine = ScriptedEngine(script, engine_info(**info))
+    return EngineUnderTest(engine, TOKENIZER, lambda: engine.num_live)
+
+
+class Served:
+    """A running server, its engine, and an official client."""
+
+    def __init__(self, server: ServerInThread, made: dict) -> None:
+        self.server = server
+        self._made = made
+        self.client = openai.OpenAI(
+            base_url=server.url + "/v1", api_key=API_KEY, max_retries=0, timeout=20, http_client=None
+        )
+
+    @property
+    def under_test(self) -> EngineUnderTest:
+        return self._made["engine"]
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.under_test.engine
+
+    @property
+    def gateway(self) -> Gateway:
+        return self._made["gateway"]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.under_test.tokenizer
+
+    def settled(self, timeout_s: float = 5.0) -> bool:
+        """Whether nothing is in flight, in the gateway and in the engine, before the timeout."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if self.under_test.num_live() == 0 and self.gateway.num_inflight_requests == 0:
+                return True
+            time.sleep(0.005)
+        return False
+
+    def wait_live(self, count: int, timeout_s: float = 5.0) -> None:
+        end = time.monotonic() + timeout_s
+        while self.under_test.num_live() < count:
+            assert time.monotonic() < end, "the sequences never reached the engine"
+            time.sleep(0.002)
+
+    def open_post(self, path: str, body: dict | bytes, headers: str = "") -> socket.socket:
+        """A raw connection on which `body` has been sent."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sock = socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {API_KEY}\r\n"
+            f"connection: close\r\n{headers}"
+        )
+        if "chunked" not in headers:
+            head += f"content-length: {len(data)}\r\n"
+        sock.sendall(head.encode() + b"\r\n" + data)
+        return sock
+
+    def post(self, path: str, body: dict | bytes, headers: str = "") -> tuple[int, dict]:
+        """Status and JSON body of a raw request."""
+        with self.open_post(path, body, headers) as sock:
+            return read_response(sock)
+
+
+def read_response(sock: socket.socket) -> tuple[int, dict]:
+    data = b""
+    while True:
+        try:
+            part = sock.recv(65536)
+        except ConnectionResetError:
+            break
+        if not part:
+            break
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+@pytest.fixture(scope="module")
+def serve_engine():
+    """`serve_engine(make, **create_app arguments)`: start a server over `make()`; stopped at the end."""
+    running = []
+
+    def start(make=make_engine, gateway_options=None, drain_timeout_s=10.0, **app_options) -> Served:
+        made: dict = {}
+
+        async def build() -> Parts:
+            engine = made["engine"] = make()
+            client = engine.engine
+            model = ServedModel(
+                "tiny", 1_700_000_000, Completer(client, engine.tokenizer), engine.tokenizer, client.info
+            )
+            gateway = made["gateway"] = Gateway([model], **(gateway_options or {}))
+            return Parts(create_app(gateway, **app_options), gateway, client.aclose)
+
+        server = ServerInThread(build, drain_timeout_s=drain_timeout_s)
+        server.__enter__()
+        running.append(server)
+        return Served(server, made)
+
+    yield start
+    for server in running:
+        server.__exit__()
+
+
+@pytest.fixture(scope="module")
+def served(serve_engine) -> Served:
+    return serve_engine()
