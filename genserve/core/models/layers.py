@@ -60,7 +60,9 @@ def probe(model: PreTrainedModel, name: str) -> tuple[LayerSpec, ...]:
     ) -> tuple[Tensor, None]:
         index = getattr(module, "layer_idx", None)
         if index is None or index in seen:
-            raise ConfigError(f"{name}: attention layers do not carry distinct layer numbers (layer_idx = {index})")
+            raise ConfigError(
+                f"{name}: attention layers do not carry distinct layer numbers (layer_idx = {index})"
+            )
         seen[index] = _spec(name, module, query, key, value, attention_mask, scaling, options)
         return query.new_zeros(query.shape).transpose(1, 2).contiguous(), None
 
@@ -75,7 +77,9 @@ def probe(model: PreTrainedModel, name: str) -> tuple[LayerSpec, ...]:
             with torch.no_grad():
                 model(input_ids=ids, position_ids=positions, use_cache=False)
         except (ValueError, NotImplementedError, TypeError) as error:
-            raise ConfigError(f"{name}: {config.model_type} cannot run on a custom attention: {error}") from error
+            raise ConfigError(
+                f"{name}: {config.model_type} cannot run on a custom attention: {error}"
+            ) from error
         finally:
             model.set_attn_implementation(before)
     if sorted(seen) != list(range(config.num_hidden_layers)):
@@ -102,13 +106,16 @@ def _spec(
         "attention sinks": options.get("s_aux") is not None or options.get("sinks") is not None,
         "a position bias": options.get("position_bias") is not None,
         "an attention mask of its own": attention_mask is not None,
-        "bidirectional attention": (options.get("is_causal") is False) or not getattr(module, "is_causal", True),
+        "bidirectional attention": (options.get("is_causal") is False)
+        or not getattr(module, "is_causal", True),
         "cross-attention or shared keys": key.shape[2] != query.shape[2],
         "values of another size than keys": key.shape != value.shape or key.shape[-1] != query.shape[-1],
     }
     found = [what for what, present in unserved.items() if present]
     if found:
-        raise ConfigError(f"{name}: layer {getattr(module, 'layer_idx', '?')} uses {', '.join(found)}; not served")
+        raise ConfigError(
+            f"{name}: layer {getattr(module, 'layer_idx', '?')} uses {', '.join(found)}; not served"
+        )
     return LayerSpec(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],

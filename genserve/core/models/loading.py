@@ -178,7 +178,9 @@ def wrap_model(
     check_servable(model.config, name)
     max_context_tokens = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_context_tokens, int):
-        raise ConfigError(f"{name}: the config has no max_position_embeddings, so its context length is unknown")
+        raise ConfigError(
+            f"{name}: the config has no max_position_embeddings, so its context length is unknown"
+        )
     layer_specs = probe(model, name)
     head = model.get_output_embeddings()
     vocab_size = config.vocab_size if head is None else head.weight.shape[0]
@@ -214,10 +216,14 @@ def check_servable(config: PretrainedConfig, name: str) -> None:
         raise ConfigError(f"{name}: transformers has no causal language model of type {kind!r}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(model_class, "_is_stateful", False):
-        raise ConfigError(f"{name}: {kind} keeps a recurrent state (Mamba, RWKV or a hybrid), which is not served")
+        raise ConfigError(
+            f"{name}: {kind} keeps a recurrent state (Mamba, RWKV or a hybrid), which is not served"
+        )
     unserved = _UNSERVED_LAYER_TYPES.intersection(getattr(text, "layer_types", None) or ())
     if unserved:
-        raise ConfigError(f"{name}: {kind} has layers of kind {', '.join(sorted(unserved))}, which are not served")
+        raise ConfigError(
+            f"{name}: {kind} has layers of kind {', '.join(sorted(unserved))}, which are not served"
+        )
 
 
 def _load_folder(
@@ -235,7 +241,9 @@ def _load_folder(
     return model, tokenizer
 
 
-def load_gguf(path: Path, dtype: Literal["float32", "bfloat16"]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_gguf(
+    path: Path, dtype: Literal["float32", "bfloat16"]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A GGUF file as a dense transformers model and its tokenizer. Slow: tens of CPU seconds."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -10,7 +10,12 @@ import torch
 
 from genserve.core.errors import ConfigError, ModelNotFound
 from genserve.core.models.loading import ModelSource, load_model, resolve, wrap_model
-from genserve.core.models.tiny import TINY_ARCHITECTURES, make_tiny_folder, make_tiny_model, make_tiny_tokenizer
+from genserve.core.models.tiny import (
+    TINY_ARCHITECTURES,
+    make_tiny_folder,
+    make_tiny_model,
+    make_tiny_tokenizer,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +86,11 @@ def test_sliding_window_counts_the_query_itself() -> None:
 
 
 def test_auto_dtype_follows_the_checkpoint_except_fp16_on_cpu(tmp_path: Path) -> None:
-    for stored, expected in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+    for stored, expected in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ):
         folder = make_tiny_folder(tmp_path / str(stored), "llama")
         make_tiny_model("llama").to(stored).save_pretrained(folder)
         assert load_model(str(folder)).dtype == expected
@@ -114,7 +123,9 @@ def test_resolve_knows_each_kind_of_source(tmp_path: Path) -> None:
 
 
 def test_resolve_says_what_was_tried(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"no-such/model.*built-in model \(smollm2\).*folder or file.*hub id"):
+    with pytest.raises(
+        ModelNotFound, match=r"no-such/model.*built-in model \(smollm2\).*folder or file.*hub id"
+    ):
         resolve("no-such/model")
     with pytest.raises(ModelNotFound, match="folder or file") as missing:
         resolve("./missing/folder/x")
@@ -174,11 +185,13 @@ def test_models_that_cannot_be_served_are_refused_before_loading(tmp_path: Path,
         ),
     ],
 )
-def test_models_with_an_attention_of_their_own_are_refused_by_the_probe(model_type: str, options: dict) -> None:
+def test_models_with_an_attention_of_their_own_are_refused_by_the_probe(
+    model_type: str, options: dict
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, pad_token_id=0, **options))
-    with pytest.raises(ConfigError, match="not served|context length"):
+    with pytest.raises(ConfigError, match=r"not served|context length"):
         wrap_model(model, name=model_type)
 
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from genserve.core.errors import ConfigError
-from genserve.core.models.tiny import TINY_ARCHITECTURES, make_tiny_folder, make_tiny_model, make_tiny_tokenizer
+from genserve.core.models.tiny import (
+    TINY_ARCHITECTURES,
+    make_tiny_folder,
+    make_tiny_model,
+    make_tiny_tokenizer,
+)
 
 
 @pytest.mark.parametrize("arch", TINY_ARCHITECTURES)
@@ -55,7 +60,9 @@ def test_folder_loads_with_transformers(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size > len(tokenizer)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id == 2
     ids = torch.tensor([tokenizer.encode(text)])
