@@ -7,6 +7,8 @@ sockets) may be used on it: with no timer due it stops with an error instead of 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 from typing import Any
 
 
@@ -15,20 +17,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._now_s = 0.0
-        # Only timers of exactly the same time are due together.
-        self._clock_resolution = 0.0
+        self._jump(0.0)
 
     def time(self) -> float:
         return self._now_s
 
+    def _jump(self, now_s: float) -> None:
+        self._now_s = now_s
+        # asyncio rings what is due before `time() + resolution`: exactly the timers of this instant.
+        self._clock_resolution = math.ulp(now_s)
+
     def _run_once(self) -> None:
-        ready: Any = self._ready  # type: ignore[attr-defined]
         scheduled: Any = self._scheduled  # type: ignore[attr-defined]
-        if not ready:
-            live = [timer.when() for timer in scheduled if not timer.cancelled()]
-            if live:
-                self._now_s = max(self._now_s, min(live))
+        if not self._ready:  # type: ignore[attr-defined]
+            while scheduled and scheduled[0].cancelled():
+                heapq.heappop(scheduled)._scheduled = False
+                self._timer_cancelled_count -= 1
+            if scheduled:
+                self._jump(max(self._now_s, scheduled[0].when()))
             elif not self._stopping:  # type: ignore[attr-defined]
                 raise RuntimeError("the virtual loop has nothing left to do, but was asked to go on")
         super()._run_once()  # type: ignore[misc]
