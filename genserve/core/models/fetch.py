@@ -190,7 +190,7 @@ def convert_gguf(gguf: Path, folder: Path, *, stop_token: str) -> None:
     `stop_token` is what an assistant turn ends with; the file's own end of sequence must be that.
     Takes seconds to minutes and about five times the file's size in memory.
     """
-    from genserve.core.models.loading import load_gguf
+    from genserve.core.models.loading import load_gguf, quiet_transformers
 
     model, tokenizer = load_gguf(gguf, "bfloat16")
     stop_id = tokenizer.convert_tokens_to_ids(stop_token)
@@ -198,7 +198,8 @@ def convert_gguf(gguf: Path, folder: Path, *, stop_token: str) -> None:
         raise GenserveError(f"{gguf.name}: no chat template, or end of sequence is not {stop_token}")
     model.generation_config.eos_token_id = stop_id
     model.config.eos_token_id = stop_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     for path in folder.iterdir():
         path.chmod(0o644)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -231,7 +232,7 @@ def _load_folder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    with _quiet_transformers():
+    with quiet_transformers():
         config = AutoConfig.from_pretrained(location)
         check_servable(config, name)
         tokenizer = AutoTokenizer.from_pretrained(location)
@@ -247,7 +248,7 @@ def load_gguf(
     """A GGUF file as a dense transformers model and its tokenizer. Slow: tens of CPU seconds."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with _quiet_transformers():
+    with quiet_transformers():
         folder, file = str(path.parent), path.name
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
         model = AutoModelForCausalLM.from_pretrained(
@@ -276,16 +277,19 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars or advice of transformers on stderr while loading; errors still raise."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, bars, gguf_bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), gguf.tqdm
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    gguf.tqdm = partial(gguf_bar, disable=True)  # it does not ask the switch above
     try:
         yield
     finally:
+        gguf.tqdm = gguf_bar
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
