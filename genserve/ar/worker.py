@@ -93,7 +93,7 @@ class ArWorker:
             position_ids=batch.position_ids(self._device),
             use_cache=False,
             paged=PagedContext(self._backend, batch),
-            logits_to_keep=torch.tensor(keep, device=self._device),
+            logits_to_keep=torch.tensor(keep, dtype=torch.int64, device=self._device),
         ).logits[0]
         if not keep:
             return StepResult(())

@@ -170,6 +170,31 @@ def load_model(
     return wrap_model(model, tokenizer, source.name)
 
 
+def load_tokenizer(
+    source: ModelSource | str, on_progress: Callable[[FetchProgress], None] | None = None
+) -> PreTrainedTokenizerBase:
+    """Only the tokenizer of a model, for a front end whose engine is in another process."""
+    from transformers import AutoTokenizer
+
+    if isinstance(source, str):
+        source = resolve(source)
+    location = source.location
+    if source.kind == "builtin":
+        from genserve.core.models.fetch import fetch
+
+        location = str(fetch(source.name, on_progress))
+    try:
+        with _quiet_transformers():
+            if source.kind == "gguf":
+                path = Path(location)
+                return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+            return AutoTokenizer.from_pretrained(location)
+    except Exception as error:  # transformers raises anything here; the cause is kept
+        raise ConfigError(
+            f"cannot load the tokenizer of {source.name}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def wrap_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "model"
 ) -> LoadedModel:

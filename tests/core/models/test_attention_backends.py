@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from genserve.core.models.attention.backend import AttentionRule, LayerShape
+from genserve.core.models.attention.backend import AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
 from genserve.core.models.attention.cpu import CpuAttention
 from genserve.core.models.attention.reference import ReferenceAttention
+from genserve.core.models.layers import LayerSpec
 from genserve.core.models.kernels.threads import ThreadTeam
 
 CASES = [
@@ -53,7 +54,7 @@ def test_ragged_chunks_equal_dense_attention(kind, case, dtype):
     rule = AttentionRule(dim**-0.5, window, softcap)
     torch.manual_seed(0)
     lengths = [1, 15, 16, 17, 70]
-    backend = build(kind, [LayerShape(kv_heads, dim)] * 2, 32, dtype)
+    backend = build(kind, [LayerSpec(kv_heads, kv_heads, dim, None, None, 1.0)] * 2, 32, dtype)
     sequences = [
         tuple(torch.randn(n, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads)) for n in lengths
     ]
@@ -93,7 +94,7 @@ def test_ragged_chunks_equal_dense_attention(kind, case, dtype):
 
 def test_leftovers_of_others_never_leak():
     """NaN in slots beyond a sequence's end (a broken predecessor's) must not reach it."""
-    backend = CpuAttention([LayerShape(2, 16)], 2, torch.float32)
+    backend = CpuAttention([LayerSpec(2, 2, 16, None, None, 1.0)], 2, torch.float32)
     table = np.array([[0, 1]], np.int32)
     poison = torch.full((32, 2, 16), torch.nan)
     backend.write(0, poison, poison, PagedBatch.pack([(0, 0, 32)], table))
@@ -112,7 +113,7 @@ def test_a_row_does_not_depend_on_chunking_or_company():
     rule = AttentionRule(0.2)
 
     def run(spans):
-        backend = CpuAttention([LayerShape(4, 32)], 6, torch.float32)
+        backend = CpuAttention([LayerSpec(4, 4, 32, None, None, 1.0)], 6, torch.float32)
         out = {}
         for step in spans:
             batch = PagedBatch.pack(step, table)

@@ -14,8 +14,10 @@ def test_equals_torch(num_rows, num_in, num_out, num_threads):
     torch.manual_seed(0)
     layer = torch.nn.Linear(num_in, num_out, bias=num_out % 2 == 1)
     packed = PackedLinear(layer.weight.detach(), layer.bias, ThreadTeam(num_threads))
-    x = torch.randn(2, num_rows, num_in)
-    torch.testing.assert_close(packed(x), layer(x).detach(), atol=1e-5, rtol=1e-5)
+    for shape in [(num_rows, num_in), (2, num_rows, num_in)]:
+        x = torch.randn(shape)
+        torch.testing.assert_close(packed(x), layer(x).detach(), atol=1e-5, rtol=1e-5)
+        assert torch.equal(packed(x), packed(x)), "a call must not change the layer"
 
 
 @pytest.mark.parametrize("most_rows", [12, 3])

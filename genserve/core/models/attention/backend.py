@@ -7,22 +7,16 @@ batch, travel as the keyword argument `paged` of the model's forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from genserve.core.models.attention.batch import PagedBatch
+from genserve.core.models.layers import LayerSpec
 
 PAGED = "genserve_paged"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """KV of one layer: heads and dimensions per token."""
-
-    num_kv_heads: int
-    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,7 @@ def register() -> None:
     AttentionInterface.register(PAGED, paged_attention_forward)
 
 
-def page_bytes(layers: list[LayerShape], dtype: torch.dtype, page_tokens: int) -> int:
+def page_bytes(layers: Sequence[LayerSpec], dtype: torch.dtype, page_tokens: int) -> int:
     """Bytes one page takes over all layers, keys and values together."""
     per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
     return per_token * page_tokens * dtype.itemsize

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from genserve.core.models.attention.backend import AttentionRule, LayerShape
+from genserve.core.models.attention.backend import AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
 from genserve.core.models.kernels.attention import PAGE, attend_rows, write_pages
 from genserve.core.models.kernels.threads import ThreadTeam
+from genserve.core.models.layers import LayerSpec
 
 
 class CpuAttention:
     """Float32 or bfloat16 pages of 16 tokens. Scores and sums are float32 in both cases."""
 
     def __init__(
-        self, layers: list[LayerShape], num_pages: int, dtype: torch.dtype, team: ThreadTeam | None = None
+        self, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, team: ThreadTeam | None = None
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"KV pages on a CPU are float32 or bfloat16, not {dtype}")

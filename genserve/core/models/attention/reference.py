@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from genserve.core.models.attention.backend import AttentionRule, LayerShape
+from genserve.core.models.attention.backend import AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
+from genserve.core.models.layers import LayerSpec
 
 
 class ReferenceAttention:
@@ -13,7 +16,7 @@ class ReferenceAttention:
 
     def __init__(
         self,
-        layers: list[LayerShape],
+        layers: Sequence[LayerSpec],
         num_pages: int,
         dtype: torch.dtype,
         page_tokens: int = 16,

@@ -120,7 +120,7 @@ class PackedLinear(torch.nn.Module):
         if self._bias is None:
             out_RO = torch.zeros(num_rows, self.out_features)
         else:
-            out_RO = self._bias.expand(num_rows, -1).contiguous()
+            out_RO = self._bias.repeat(num_rows, 1)
         scratch = np.zeros((num_rows if self._tail else 1, PANEL), np.float32)
         last = self._num_panels
 
