@@ -175,6 +175,11 @@ class Completion:
         self._stream = _one(*streams[0]) if len(streams) == 1 else _many(streams) if streams else _none()
 
     @property
+    def requests(self) -> tuple[CompletionRequest, ...]:
+        """As prepared: seeds and `max_tokens` filled in."""
+        return self._requests
+
+    @property
     def usage(self) -> Usage:
         """Counts so far."""
         prompt_tokens = sum(len(request.prompt_token_ids) for request in self._requests)
