@@ -26,12 +26,15 @@ from genserve.core.models.distribution import (
 )
 from genserve.core.types import SamplingParams, TokenLogprobs
 
-# Below this a softmax is an argmax in fp32 anyway, and dividing by less overflows.
+# Below this temperature a softmax in fp32 is an argmax anyway. With it and this bound on a row's
+# maximum, scaling by 1 / temperature cannot overflow.
 _MIN_TEMPERATURE = 1e-6
-# The nucleus is looked for among this many candidates, then this many, then in a full sort.
-_NUCLEUS_CANDIDATES = (64, 512)
-# Rows at a time in passes over the whole vocabulary: keeps the temporaries in the CPU's cache.
-_BLOCK_ROWS = 8
+_MAX_LOGIT = 1e30
+# The nucleus is looked for among this many candidates, then the next, at last in a full sort.
+_NUCLEUS_CANDIDATES = (64, 512, 4096)
+# Rows at a time in passes over the whole vocabulary. Temporaries of a few MB are reused by the
+# allocator; larger ones are given back and faulted in again at every step.
+_BLOCK_ROWS = 32
 
 
 class TokenMatcher(Protocol):
@@ -207,7 +210,7 @@ def _choose(
     device = valid_RV.device
     best = argmax(valid_RV)
     best_values = valid_RV.gather(-1, best.unsqueeze(-1)).squeeze(-1)
-    finite = best_values.isfinite().tolist()
+    finite = (best_values.abs() < _MAX_LOGIT).tolist()
     chosen: list[int] = best.tolist()
     errors = {
         row: "the model's logits have no finite maximum (NaN or infinite)"
@@ -215,7 +218,7 @@ def _choose(
         if not ok
     }
 
-    plain: dict[str, list[int]] = {}
+    by_method: dict[str, list[int]] = {}
     extras = [row for row, state in enumerate(states) if state.has_extras and row not in errors]
     edited: dict[int, Tensor] = {}
     if extras:
@@ -226,7 +229,7 @@ def _choose(
         best_E = argmax(edited_EV)
         values = edited_EV.gather(-1, best_E.unsqueeze(-1)).squeeze(-1)
         for at, (row, token_id, ok) in enumerate(
-            zip(extras, best_E.tolist(), values.isfinite().tolist(), strict=True)
+            zip(extras, best_E.tolist(), (values.abs() < _MAX_LOGIT).tolist(), strict=True)
         ):
             edited[row] = edited_EV[at]
             chosen[row] = token_id
@@ -235,8 +238,8 @@ def _choose(
 
     for row, state in enumerate(states):
         if state.params.temperature > 0 and row not in errors:
-            plain.setdefault(_method(state.params, valid_RV.shape[-1]), []).append(row)
-    for method, rows in plain.items():
+            by_method.setdefault(_method(state.params, valid_RV.shape[-1]), []).append(row)
+    for method, rows in by_method.items():
         for start in range(0, len(rows), _BLOCK_ROWS):
             block = rows[start : start + _BLOCK_ROWS]
             logits = _gather_rows(valid_RV, edited, block)
@@ -288,8 +291,7 @@ def _draw(method: str, logits_RV: Tensor, states: list[SamplerState], positions:
     probs_RV = _probabilities(logits_RV, temperature_R)
     if method == "vocabulary":
         if any(p.min_p for p in options):
-            floor = min_p_R.float().unsqueeze(-1) * probs_RV.amax(-1, keepdim=True)
-            probs_RV.masked_fill_(probs_RV < floor, 0.0)
+            _drop_below(probs_RV, min_p_R)
         return draw_over_vocabulary(probs_RV, u_R).tolist()
     return _draw_nucleus(logits_RV, probs_RV, top_p_R, min_p_R, u_R)
 
@@ -297,9 +299,17 @@ def _draw(method: str, logits_RV: Tensor, states: list[SamplerState], positions:
 def _probabilities(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     if bool((temperature_R == 1.0).all()):
         return logits_RV.softmax(-1)
-    peak = logits_RV.amax(-1, keepdim=True)
-    scaled = (logits_RV - peak).div_(temperature_R.float().unsqueeze(-1))
-    return scaled.softmax(-1)
+    scaled = logits_RV * temperature_R.reciprocal().float().unsqueeze(-1)
+    return torch.softmax(scaled, -1, out=scaled)
+
+
+def _drop_below(probs_RV: Tensor, min_p_R: Tensor) -> None:
+    """Set weights under `min_p` times the row's largest to zero, in place."""
+    floor_R = min_p_R.float() * probs_RV.amax(-1)
+    just_below_R = torch.nextafter(floor_R, torch.zeros_like(floor_R))
+    for probs_V, just_below in zip(probs_RV, just_below_R.tolist(), strict=True):
+        # Row by row because this is the one vectorised comparison, and it takes a scalar.
+        torch.nn.functional.threshold_(probs_V, just_below, 0.0)
 
 
 def _draw_nucleus(
@@ -314,16 +324,19 @@ def _draw_nucleus(
     chosen: list[int] = [-1] * logits_RV.shape[0]
     open_rows = list(range(logits_RV.shape[0]))
     for num_candidates in (*_NUCLEUS_CANDIDATES, vocab_size):
-        index = torch.tensor(open_rows, device=logits_RV.device)
-        ids_RK = top_candidates(logits_RV[index], num_candidates)
-        probs_RK = probs_RV[index].gather(-1, ids_RK).double()
-        column, mass = draw_from_candidates(probs_RK, top_p_R[index], min_p_R[index], u_R[index])
-        final = ((mass >= top_p_R[index]) | (ids_RK.shape[-1] == vocab_size)).tolist()
+        ids_RK = top_candidates(logits_RV, num_candidates)
+        probs_RK = probs_RV.gather(-1, ids_RK).double()
+        column, mass = draw_from_candidates(probs_RK, top_p_R, min_p_R, u_R)
+        final = ((mass >= top_p_R) | (ids_RK.shape[-1] == vocab_size)).tolist()
         ids = ids_RK.gather(-1, column.unsqueeze(-1)).squeeze(-1).tolist()
         for row, token_id, done in zip(open_rows, ids, final, strict=True):
             if done:
                 chosen[row] = token_id
-        open_rows = [row for row, done in zip(open_rows, final, strict=True) if not done]
-        if not open_rows:
+        if all(final):
             break
+        left = [at for at, done in enumerate(final) if not done]
+        open_rows = [open_rows[at] for at in left]
+        index = torch.tensor(left, device=logits_RV.device)
+        logits_RV, probs_RV = logits_RV[index], probs_RV[index]
+        top_p_R, min_p_R, u_R = top_p_R[index], min_p_R[index], u_R[index]
     return chosen
