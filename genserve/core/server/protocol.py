@@ -146,6 +146,11 @@ class _Common(_Strict):
             grammar=self._grammar(),
         )
 
+    def field_names(self) -> dict[str, str]:
+        """Names this body uses for fields that core records call otherwise."""
+        schema = "response_format.json_schema" if self.guided_json is None else "guided_json"
+        return {"regex": "guided_regex", "json_schema": schema, "json_object": "response_format"}
+
     def _grammar(self) -> Grammar | None:
         grammars: list[tuple[str, Grammar]] = []
         if self.guided_regex is not None:
@@ -184,9 +189,8 @@ class ChatRequest(_Common):
         )
 
     def field_names(self) -> dict[str, str]:
-        """Names this body uses for fields that core records call otherwise."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"prompt": "messages", "max_tokens": limit}
+        return {**super().field_names(), "prompt": "messages", "max_tokens": limit}
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -226,9 +230,6 @@ class CompletionsRequest(_Common):
     def to_sampling(self) -> SamplingParams:
         limit = COMPLETIONS_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(limit, self.logprobs)
-
-    def field_names(self) -> dict[str, str]:
-        return {}
 
 
 def _bias_items(logit_bias: dict[str, float]) -> list[tuple[int, float]]:

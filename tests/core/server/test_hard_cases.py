@@ -224,7 +224,7 @@ def test_bad_fields_are_named_and_the_engine_lives_on(served, path, change, fiel
     status, answer = served.post(path, body)
     assert (status, answer["error"]["param"]) == (400, field)
     assert answer["error"]["message"].startswith(field)
-    assert served.under_test.num_live() == 0
+    assert served.num_live() == 0
 
 
 @pytest.mark.parametrize(
