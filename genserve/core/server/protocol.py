@@ -146,10 +146,10 @@ class _Common(_Strict):
             grammar=self._grammar(),
         )
 
-    def field_names(self) -> dict[str, str]:
-        """Names this body uses for fields that core records call otherwise."""
-        schema = "response_format.json_schema" if self.guided_json is None else "guided_json"
-        return {"regex": "guided_regex", "json_schema": schema, "json_object": "response_format"}
+    def grammar_names(self) -> dict[str, str]:
+        """Where this body gave its grammar, by kind."""
+        schema = "response_format" if self.guided_json is None else "guided_json"
+        return {"json_schema": schema, "json_object": "response_format", "regex": "guided_regex"}
 
     def _grammar(self) -> Grammar | None:
         grammars: list[tuple[str, Grammar]] = []
@@ -189,8 +189,9 @@ class ChatRequest(_Common):
         )
 
     def field_names(self) -> dict[str, str]:
+        """Names this body uses for fields that core records call otherwise."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {**super().field_names(), "prompt": "messages", "max_tokens": limit}
+        return {"prompt": "messages", "max_tokens": limit, **self.grammar_names()}
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -230,6 +231,9 @@ class CompletionsRequest(_Common):
     def to_sampling(self) -> SamplingParams:
         limit = COMPLETIONS_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.sampling(limit, self.logprobs)
+
+    def field_names(self) -> dict[str, str]:
+        return self.grammar_names()
 
 
 def _bias_items(logit_bias: dict[str, float]) -> list[tuple[int, float]]:
