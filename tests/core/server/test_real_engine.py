@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -287,3 +290,93 @@ def test_a_pool_of_a_few_pages_gives_the_same_texts_as_a_large_one(serve_engine,
     assert got.usage.completion_tokens == expected.usage.completion_tokens
     assert small.stats()["num_preemptions"] > 0 and large.stats()["num_preemptions"] == 0
     assert small.settled() and large.settled()
+
+
+@pytest.mark.ray
+def test_a_server_whose_engine_dies_says_so_and_does_not_hang(serve_engine, tiny_folder, ray_session):
+    import ray
+
+    served = serve_engine(real_engine(tiny_folder, executor="ray"))
+    body = {"model": "tiny", "prompt": "x", "n": 2, "max_tokens": 240, "ignore_eos": True}
+    with served.open_post("/v1/completions", {**body, "stream": True}) as stream:
+        assert b"200 OK" in stream.recv(20)
+        with served.open_post("/v1/completions", body) as whole:
+            served.wait_live(4)
+            begun = time.monotonic()
+            ray.kill(served.engine._actor)
+            head, _, answer = read_all(whole).partition(b"\r\n\r\n")
+        rest = read_all(stream)
+    assert b" 503 " in head.splitlines()[0]
+    assert json.loads(answer)["error"]["code"] == "executor_lost"
+    assert b'"code":"executor_lost"' in rest.replace(b": ", b":") and b"[DONE]" not in rest
+    with pytest.raises(openai.InternalServerError) as refused:
+        served.client.completions.create(**GREEDY, prompt="y")
+    assert refused.value.status_code == 503 and "gone" in refused.value.message
+    assert time.monotonic() - begun < 10
+    assert served.gateway.num_inflight_requests == 0
+
+
+def read_all(sock) -> bytes:
+    data = b""
+    while part := sock.recv(65536):
+        data += part
+    return data
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_real_requests_finish(tiny_folder, number):
+    program = _SERVER.format(folder=tiny_folder, context=CONTEXT_TOKENS)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{int(process.stdout.readline())}/v1", api_key="x", timeout=30, max_retries=0
+        )
+        options = {**GREEDY, "prompt": "hi", "max_tokens": 240}
+        expected = client.completions.create(**options).choices[0].text
+        stream = iter(client.completions.create(**options, stream=True))
+        pieces = [next(stream).choices[0].text]
+        process.send_signal(number)
+        refused = None
+        while refused is None:
+            try:
+                client.completions.create(**GREEDY, prompt="late", max_tokens=1)
+            except (openai.InternalServerError, openai.APIConnectionError) as error:
+                refused = error
+        pieces += [choice.text for chunk in stream for choice in chunk.choices]
+        assert "".join(pieces) == expected
+        assert process.wait(20) == 0
+        held = json.loads(process.stdout.read())
+        assert held == {"num_sequences": 0, "num_used_pages": 0, "num_leases": 0, "num_streams": 0}
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+_SERVER = """
+import json
+from genserve.ar.config import ArConfig
+from genserve.ar.serve import start_served
+from genserve.core.server.app import create_app
+from genserve.core.server.gateway import Gateway
+from genserve.core.server.run import bind, run, serve
+
+async def main():
+    config = ArConfig(model={folder!r}, name="tiny", max_context_tokens={context}, num_threads=1,
+                      kv_pool="4MiB", max_running=16, budget_tokens=64)
+    model = await start_served(config)
+    gateway = Gateway([model])
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+
+    async def close():
+        stats = await model.completer.engine.stats()
+        names = ("num_sequences", "num_used_pages", "num_leases", "num_streams")
+        print(json.dumps({{name: stats[name] for name in names}}), flush=True)
+        await model.completer.engine.aclose()
+
+    await serve(create_app(gateway), gateway, sock, drain_timeout_s=20,
+                on_started=lambda: print(port, flush=True), on_stopped=close)
+
+run(main)
+"""
