@@ -16,7 +16,8 @@ from genserve.ar.engine import STEP
 from genserve.ar.step import Admit, Row, Sampled, StepArgs, StepResult
 from genserve.core.models.attention.backend import AttentionBackend, PagedContext
 from genserve.core.models.attention.batch import PagedBatch
-from genserve.core.models.sampling import SamplerState, TokenMatcher, sample, token_logprobs
+from genserve.core.models.sampler_state import SamplerState, TokenMatcher
+from genserve.core.models.sampling import sample, token_logprobs
 from genserve.core.types import SamplingParams, TokenLogprobs
 
 MatcherFactory = Callable[[SamplingParams], TokenMatcher | None]

@@ -87,7 +87,8 @@ def top_candidates(logits_RV: Tensor, k: int) -> Tensor:
     chunks = _LOW32 - (chunk_keys & _LOW32)
     ids = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=device)).flatten(1)
     values = logits_RV.gather(-1, ids.clamp_max(vocab_size - 1))
-    values = values.masked_fill_(ids >= vocab_size, float("-inf"))
+    if whole < num_chunks:
+        values = values.masked_fill_(ids >= vocab_size, float("-inf"))
     return _LOW32 - (_largest(_keys(values, ids), k) & _LOW32)
 
 
@@ -115,7 +116,8 @@ def draw_over_vocabulary(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     left = (uniforms_R * sums.sum(-1) - before) / sums.gather(-1, at).squeeze(-1)
     ids = at * _DRAW_CHUNK + torch.arange(_DRAW_CHUNK, device=probs_RV.device)
     weights = probs_RV.gather(-1, ids.clamp_max(vocab_size - 1)).double()
-    weights = weights.masked_fill_(ids >= vocab_size, 0.0)
+    if whole * _DRAW_CHUNK < vocab_size:
+        weights = weights.masked_fill_(ids >= vocab_size, 0.0)
     inside = invert(weights, left.clamp(0.0, 1.0))
     return chunk * _DRAW_CHUNK + inside
 

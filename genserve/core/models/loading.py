@@ -156,6 +156,7 @@ def load_model(
         location = str(fetch(source.name, on_progress))
     try:
         target = torch.device(device)
+        model: Any  # transformers wraps `to` in a way that type checkers misread
         if source.kind == "gguf":
             model, tokenizer = load_gguf(Path(location), "bfloat16" if dtype == "auto" else dtype)
         else:
@@ -261,7 +262,7 @@ def _load_folder(
         config = AutoConfig.from_pretrained(location)
         check_servable(config, name)
         tokenizer = AutoTokenizer.from_pretrained(location)
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES.get(dtype, "auto"))
+        model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES.get(dtype, "auto"))
     if dtype == "auto" and model.dtype not in _DTYPES.values():
         model.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     return model, tokenizer
@@ -276,7 +277,7 @@ def load_gguf(
     with quiet_transformers():
         folder, file = str(path.parent), path.name
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=file, dtype=_DTYPES[dtype], quantization_config=GgufConfig(dequantize=True)
         )
     # The weights are dense now, but transformers still takes the model for quantized and would

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,24 +23,18 @@ from genserve.core.models.distribution import (
     top_candidates,
     uniform,
 )
+from genserve.core.models.sampler_state import SamplerState
 from genserve.core.types import SamplingParams, TokenLogprobs
 
-# Below this a softmax is an argmax in fp32 anyway, and dividing by less overflows.
+# Below this temperature a softmax in fp32 is an argmax anyway. With it and this bound on a row's
+# maximum, scaling by 1 / temperature cannot overflow.
 _MIN_TEMPERATURE = 1e-6
-# The nucleus is looked for among this many candidates, then this many, then in a full sort.
-_NUCLEUS_CANDIDATES = (64, 512)
-# Rows at a time in passes over the whole vocabulary: keeps the temporaries in the CPU's cache.
-_BLOCK_ROWS = 8
-
-
-class TokenMatcher(Protocol):
-    """What the sampler needs of a grammar matcher (`core.models.grammar.GrammarMatcher`)."""
-
-    def mask(self, logits_V: Tensor) -> None:
-        """Set the logits of tokens that may not come next to -inf, in place."""
-        ...
-
-    def accept(self, token_id: int) -> None: ...
+_MAX_LOGIT = 1e30
+# The nucleus is looked for among this many candidates, then the next, at last in a full sort.
+_NUCLEUS_CANDIDATES = (64, 512, 4096)
+# Rows at a time in passes over the whole vocabulary. Temporaries of a few MB are reused by the
+# allocator; larger ones are given back and faulted in again at every step.
+_BLOCK_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,95 +44,6 @@ class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-
-
-class _Counts:
-    """Occurrences per token id, kept incrementally as growing tensors."""
-
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
-        self._ids = torch.empty(64, dtype=torch.int64)
-        self._counts = torch.zeros(64, dtype=torch.float32)
-
-    def add(self, token_id: int) -> None:
-        slot = self._slots.get(token_id)
-        if slot is None:
-            slot = self._slots[token_id] = len(self._slots)
-            if slot == len(self._ids):
-                self._ids = torch.cat((self._ids, torch.empty_like(self._ids)))
-                self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
-            self._ids[slot] = token_id
-            self._counts[slot] = 0
-        self._counts[slot] += 1
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        num = len(self._slots)
-        return self._ids[:num].to(device), self._counts[:num].to(device)
-
-
-class SamplerState:
-    """What sampling one sequence remembers. Rebuild it from token ids alone (after a preemption).
-
-    `params.seed` must be set unless temperature is 0. `matcher` must be fresh: the output ids are
-    fed to it here. The owner calls `append` once for each token it commits; `sample` changes nothing.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int] = (),
-        output_token_ids: Sequence[int] = (),
-        matcher: TokenMatcher | None = None,
-    ) -> None:
-        if params.temperature > 0 and params.seed is None:
-            raise ValueError("seed: must be set by the front end when temperature > 0")
-        self.params = params
-        self.matcher = matcher
-        self.num_output_tokens = 0
-        self._seen = _Counts() if params.repetition_penalty != 1.0 else None
-        self._output = _Counts() if params.presence_penalty or params.frequency_penalty else None
-        self.has_extras = bool(
-            params.logit_bias or matcher or self._seen is not None or self._output is not None
-        )
-        self._bias: tuple[Tensor, Tensor] | None = None
-        if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
-            self._bias = torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
-        if self._seen is not None:
-            for token_id in dict.fromkeys(prompt_token_ids):
-                self._seen.add(token_id)
-        for token_id in output_token_ids:
-            self.append(token_id)
-
-    def append(self, token_id: int) -> None:
-        """Fold in one committed output token."""
-        self.num_output_tokens += 1
-        if self._seen is not None:
-            self._seen.add(token_id)
-        if self._output is not None:
-            self._output.add(token_id)
-        if self.matcher is not None:
-            self.matcher.accept(token_id)
-
-    def apply_extras(self, logits_V: Tensor) -> None:
-        """Bias, penalties and grammar mask on one row of raw logits, in place."""
-        params, device = self.params, logits_V.device
-        if self._bias is not None:
-            ids, values = (tensor.to(device) for tensor in self._bias)
-            logits_V.index_add_(0, ids, values)
-        if self._seen is not None and len(self._seen):
-            ids, _ = self._seen.tensors(device)
-            seen = logits_V[ids]
-            penalty = params.repetition_penalty
-            logits_V[ids] = torch.where(seen < 0, seen * penalty, seen / penalty)
-        if self._output is not None and len(self._output):
-            ids, counts = self._output.tensors(device)
-            logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
-        if self.matcher is not None:
-            self.matcher.mask(logits_V)
 
 
 def sample(
@@ -207,7 +111,7 @@ def _choose(
     device = valid_RV.device
     best = argmax(valid_RV)
     best_values = valid_RV.gather(-1, best.unsqueeze(-1)).squeeze(-1)
-    finite = best_values.isfinite().tolist()
+    finite = (best_values.abs() < _MAX_LOGIT).tolist()
     chosen: list[int] = best.tolist()
     errors = {
         row: "the model's logits have no finite maximum (NaN or infinite)"
@@ -215,7 +119,10 @@ def _choose(
         if not ok
     }
 
-    plain: dict[str, list[int]] = {}
+    by_method: dict[str, list[int]] = {}
+    for row, state in enumerate(states):
+        if not state.bias_fits(logits_RV.shape[-1]):
+            errors.setdefault(row, f"logit_bias: a token id outside the model's {logits_RV.shape[-1]} tokens")
     extras = [row for row, state in enumerate(states) if state.has_extras and row not in errors]
     edited: dict[int, Tensor] = {}
     if extras:
@@ -226,7 +133,7 @@ def _choose(
         best_E = argmax(edited_EV)
         values = edited_EV.gather(-1, best_E.unsqueeze(-1)).squeeze(-1)
         for at, (row, token_id, ok) in enumerate(
-            zip(extras, best_E.tolist(), values.isfinite().tolist(), strict=True)
+            zip(extras, best_E.tolist(), (values.abs() < _MAX_LOGIT).tolist(), strict=True)
         ):
             edited[row] = edited_EV[at]
             chosen[row] = token_id
@@ -235,8 +142,8 @@ def _choose(
 
     for row, state in enumerate(states):
         if state.params.temperature > 0 and row not in errors:
-            plain.setdefault(_method(state.params, valid_RV.shape[-1]), []).append(row)
-    for method, rows in plain.items():
+            by_method.setdefault(_method(state.params, valid_RV.shape[-1]), []).append(row)
+    for method, rows in by_method.items():
         for start in range(0, len(rows), _BLOCK_ROWS):
             block = rows[start : start + _BLOCK_ROWS]
             logits = _gather_rows(valid_RV, edited, block)
@@ -288,8 +195,7 @@ def _draw(method: str, logits_RV: Tensor, states: list[SamplerState], positions:
     probs_RV = _probabilities(logits_RV, temperature_R)
     if method == "vocabulary":
         if any(p.min_p for p in options):
-            floor = min_p_R.float().unsqueeze(-1) * probs_RV.amax(-1, keepdim=True)
-            probs_RV.masked_fill_(probs_RV < floor, 0.0)
+            _drop_below(probs_RV, min_p_R)
         return draw_over_vocabulary(probs_RV, u_R).tolist()
     return _draw_nucleus(logits_RV, probs_RV, top_p_R, min_p_R, u_R)
 
@@ -297,9 +203,17 @@ def _draw(method: str, logits_RV: Tensor, states: list[SamplerState], positions:
 def _probabilities(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     if bool((temperature_R == 1.0).all()):
         return logits_RV.softmax(-1)
-    peak = logits_RV.amax(-1, keepdim=True)
-    scaled = (logits_RV - peak).div_(temperature_R.float().unsqueeze(-1))
-    return scaled.softmax(-1)
+    scaled = logits_RV * temperature_R.reciprocal().float().unsqueeze(-1)
+    return torch.softmax(scaled, -1, out=scaled)
+
+
+def _drop_below(probs_RV: Tensor, min_p_R: Tensor) -> None:
+    """Set weights under `min_p` times the row's largest to zero, in place."""
+    floor_R = min_p_R.float() * probs_RV.amax(-1)
+    just_below_R = torch.nextafter(floor_R, torch.zeros_like(floor_R))
+    for probs_V, just_below in zip(probs_RV, just_below_R.tolist(), strict=True):
+        # Row by row because this is the one vectorised comparison, and it takes a scalar.
+        torch.threshold_(probs_V, just_below, 0.0)
 
 
 def _draw_nucleus(
@@ -314,16 +228,19 @@ def _draw_nucleus(
     chosen: list[int] = [-1] * logits_RV.shape[0]
     open_rows = list(range(logits_RV.shape[0]))
     for num_candidates in (*_NUCLEUS_CANDIDATES, vocab_size):
-        index = torch.tensor(open_rows, device=logits_RV.device)
-        ids_RK = top_candidates(logits_RV[index], num_candidates)
-        probs_RK = probs_RV[index].gather(-1, ids_RK).double()
-        column, mass = draw_from_candidates(probs_RK, top_p_R[index], min_p_R[index], u_R[index])
-        final = ((mass >= top_p_R[index]) | (ids_RK.shape[-1] == vocab_size)).tolist()
+        ids_RK = top_candidates(logits_RV, num_candidates)
+        probs_RK = probs_RV.gather(-1, ids_RK).double()
+        column, mass = draw_from_candidates(probs_RK, top_p_R, min_p_R, u_R)
+        final = ((mass >= top_p_R) | (ids_RK.shape[-1] == vocab_size)).tolist()
         ids = ids_RK.gather(-1, column.unsqueeze(-1)).squeeze(-1).tolist()
         for row, token_id, done in zip(open_rows, ids, final, strict=True):
             if done:
                 chosen[row] = token_id
-        open_rows = [row for row, done in zip(open_rows, final, strict=True) if not done]
-        if not open_rows:
+        if all(final):
             break
+        left = [at for at, done in enumerate(final) if not done]
+        open_rows = [open_rows[at] for at in left]
+        index = torch.tensor(left, device=logits_RV.device)
+        logits_RV, probs_RV = logits_RV[index], probs_RV[index]
+        top_p_R, min_p_R, u_R = top_p_R[index], min_p_R[index], u_R[index]
     return chosen

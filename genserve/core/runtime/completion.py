@@ -78,6 +78,10 @@ class Completer:
         if not all(isinstance(stop, str) and stop for stop in request.stop):
             raise InvalidRequest("stop", "must be non-empty strings")
         self._check_prompt(request.prompt_token_ids)
+        if sampling.grammar is not None:
+            from genserve.core.models.grammar import validate_grammar  # brings torch along
+
+            validate_grammar(sampling.grammar, sampling.grammar.kind)
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._draw_seed())
         if sampling.max_tokens is None:
@@ -173,6 +177,11 @@ class Completion:
             self.abort()
             raise
         self._stream = _one(*streams[0]) if len(streams) == 1 else _many(streams) if streams else _none()
+
+    @property
+    def requests(self) -> tuple[CompletionRequest, ...]:
+        """As prepared: seeds and `max_tokens` filled in."""
+        return self._requests
 
     @property
     def usage(self) -> Usage:

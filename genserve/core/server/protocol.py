@@ -146,6 +146,11 @@ class _Common(_Strict):
             grammar=self._grammar(),
         )
 
+    def grammar_names(self) -> dict[str, str]:
+        """Where this body gave its grammar, by kind."""
+        schema = "response_format" if self.guided_json is None else "guided_json"
+        return {"json_schema": schema, "json_object": "response_format", "regex": "guided_regex"}
+
     def _grammar(self) -> Grammar | None:
         grammars: list[tuple[str, Grammar]] = []
         if self.guided_regex is not None:
@@ -186,7 +191,7 @@ class ChatRequest(_Common):
     def field_names(self) -> dict[str, str]:
         """Names this body uses for fields that core records call otherwise."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"prompt": "messages", "max_tokens": limit}
+        return {"prompt": "messages", "max_tokens": limit, **self.grammar_names()}
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -228,7 +233,7 @@ class CompletionsRequest(_Common):
         return self.sampling(limit, self.logprobs)
 
     def field_names(self) -> dict[str, str]:
-        return {}
+        return self.grammar_names()
 
 
 def _bias_items(logit_bias: dict[str, float]) -> list[tuple[int, float]]:

@@ -249,6 +249,17 @@ def test_a_broken_row_fails_alone(poison: float) -> None:
         assert tokens[3] == alone[0]
 
 
+@pytest.mark.parametrize("token_id", [-1, 300])
+def test_a_bias_outside_the_vocabulary_fails_its_row_alone(token_id: int) -> None:
+    states = [
+        SamplerState(SamplingParams(temperature=0, logit_bias=((token_id, 1.0),))),
+        SamplerState(SamplingParams(temperature=0)),
+    ]
+    biased, other = sample(make_logits(2, 300), states)
+    assert biased.error is not None and "logit_bias" in biased.error
+    assert other.error is None
+
+
 def test_single_finite_token_is_drawn_whatever_the_options() -> None:
     logits = torch.full((1, 1000), -math.inf)
     logits[0, 777] = -5.0

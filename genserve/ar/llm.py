@@ -1,0 +1,343 @@
+"""The library's front door: a language model in this process (or in a Ray actor), sync and async.
+
+    from genserve import LLM
+    with LLM("smollm2") as llm:
+        print(llm.generate("The capital of France is", max_tokens=8).text)
+
+`AsyncLLM` is the thing itself; `LLM` runs one on an event loop in a thread of its own, so both give
+the same results for the same seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+from genserve.ar.config import ArConfig
+from genserve.core.config import load
+from genserve.core.errors import GenserveError, InvalidRequest
+from genserve.core.runtime.choice import ChoiceDelta, CompletionRequest
+from genserve.core.runtime.client import EngineClient
+from genserve.core.runtime.completion import Completer, Completion, Usage
+from genserve.core.text.tokenizer import Tokenizer
+from genserve.core.types import FinishReason, Grammar, SamplingParams, TokenLogprobs
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One choice: its text, token ids (stop tokens included), and why it ended."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one prompt gave: `n` outputs in order, and the token counts."""
+
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        """The first output's text."""
+        return self.outputs[0].text
+
+
+class AsyncLLM:
+    """A language model on the running event loop. Start it with `await AsyncLLM.start(...)`."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer) -> None:
+        self._engine = engine
+        self._completer = Completer(engine, tokenizer, clock=asyncio.get_running_loop().time)
+        self._ids = itertools.count()
+        self.tokenizer = tokenizer
+
+    @classmethod
+    async def start(
+        cls, model: str, *, on_progress: Callable[[Any], None] | None = None, **options: Any
+    ) -> AsyncLLM:
+        """Load `model` (fetched if it is a built-in) with the options of `ArConfig`."""
+        from genserve.ar.serve import start_engine
+
+        config = load(ArConfig, model=model, **options)
+        engine, hf_tokenizer = await start_engine(config, on_progress)
+        return cls(engine, Tokenizer(hf_tokenizer))
+
+    @property
+    def engine(self) -> EngineClient:
+        return self._engine
+
+    async def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Complete one prompt (text or token ids). `options`: see `completion_request`."""
+        return await _collect(self._start(self._encode(prompt), options))
+
+    async def chat(self, messages: Sequence[Message], **options: Any) -> Generation:
+        """Answer a conversation, through the model's chat template."""
+        return await _collect(self._start(self._template(messages), {"continues_prompt": False, **options}))
+
+    async def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[ChoiceDelta]:
+        """The same as `generate`, as it comes. Leaving the loop early stops the generation."""
+        async with self._start(self._encode(prompt), options) as completion:
+            async for delta in completion:
+                yield delta
+
+    async def stream_chat(self, messages: Sequence[Message], **options: Any) -> AsyncIterator[ChoiceDelta]:
+        """The same as `chat`, as it comes."""
+        options = {"continues_prompt": False, **options}
+        async with self._start(self._template(messages), options) as completion:
+            async for delta in completion:
+                yield delta
+
+    async def aclose(self) -> None:
+        """Abort what runs and free the engine."""
+        await self._engine.aclose()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+
+    def _template(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(self.tokenizer.apply_chat_template(list(messages)))
+
+    def _start(self, prompt_token_ids: tuple[int, ...], options: dict[str, Any]) -> Completion:
+        request_id = f"llm-{next(self._ids)}"
+        return self._completer.complete(completion_request(request_id, prompt_token_ids, **options))
+
+
+class LLM:
+    """A language model for plain Python code. Safe to call from several threads; close it when done."""
+
+    def __init__(
+        self, model: str, *, on_progress: Callable[[Any], None] | None = None, **options: Any
+    ) -> None:
+        self._aio = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._aio.run_forever, name="genserve-llm", daemon=True)
+        self._thread.start()
+        try:
+            self._llm: AsyncLLM | None = self._call(
+                AsyncLLM.start(model, on_progress=on_progress, **options)
+            )
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._open().tokenizer
+
+    @overload
+    def generate(self, prompts: str, *, progress: bool = ..., **options: Any) -> Generation: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], *, progress: bool = ..., **options: Any
+    ) -> list[Generation]: ...
+    @overload
+    def generate(self, prompts: Sequence[int], *, progress: bool = ..., **options: Any) -> Generation: ...
+
+    def generate(self, prompts: Any, *, progress: bool = False, **options: Any) -> Any:
+        """Complete one prompt, or a list of them in one batch (results in the same order).
+
+        A prompt is text or a list of token ids; `options` are those of `completion_request`. If one
+        prompt of a list is refused, the error is raised and none of the list goes on.
+        """
+        llm = self._open()
+        if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
+            return self._call(llm.generate(prompts, **options))
+        return self._call(self._many([llm.generate(prompt, **options) for prompt in prompts], progress))
+
+    @overload
+    def chat(self, messages: Sequence[Message], *, progress: bool = ..., **options: Any) -> Generation: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Sequence[Message]], *, progress: bool = ..., **options: Any
+    ) -> list[Generation]: ...
+
+    def chat(self, messages: Any, *, progress: bool = False, **options: Any) -> Any:
+        """Answer one conversation (a list of messages), or a list of conversations in one batch."""
+        llm = self._open()
+        if not messages or isinstance(messages[0], dict):
+            return self._call(llm.chat(messages, **options))
+        return self._call(self._many([llm.chat(item, **options) for item in messages], progress))
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[ChoiceDelta]:
+        """Complete one prompt as it comes. Leaving the loop early stops the generation."""
+        return self._iterate(self._open().stream(prompt, **options))
+
+    def stream_chat(self, messages: Sequence[Message], **options: Any) -> Iterator[ChoiceDelta]:
+        """Answer one conversation as it comes."""
+        return self._iterate(self._open().stream_chat(messages, **options))
+
+    def stats(self) -> dict[str, float]:
+        """The engine's gauges and counters."""
+        return self._call(self._open().engine.stats())
+
+    def close(self) -> None:
+        """Abort what runs and free model and thread. Safe to call twice."""
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            try:
+                self._call(llm.aclose())
+            finally:
+                self._stop_loop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self) -> AsyncLLM:
+        if self._llm is None:
+            raise GenserveError("this LLM is closed")
+        return self._llm
+
+    def _call(self, coroutine: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._aio)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C above all: what was asked for must not go on unseen
+            future.cancel()
+            raise
+
+    async def _many(self, jobs: list[Any], progress: bool) -> list[Generation]:
+        tasks = [asyncio.ensure_future(job) for job in jobs]
+        try:
+            if progress:
+                from rich.progress import Progress
+
+                with Progress(transient=True) as bar:
+                    shown = bar.add_task("generating", total=len(tasks))
+                    for task in tasks:
+                        task.add_done_callback(lambda _: bar.advance(shown))
+                    return list(await asyncio.gather(*tasks))
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    def _iterate(self, source: AsyncIterator[ChoiceDelta]) -> Iterator[ChoiceDelta]:
+        arrived: queue.SimpleQueue[ChoiceDelta | BaseException | None] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async for delta in source:
+                    arrived.put(delta)
+                arrived.put(None)
+            except BaseException as error:
+                arrived.put(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        future = asyncio.run_coroutine_threadsafe(pump(), self._aio)
+        try:
+            while (item := arrived.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            future.cancel()
+
+    def _stop_loop(self) -> None:
+        self._aio.call_soon_threadsafe(self._aio.stop)
+        self._thread.join()
+        self._aio.close()
+
+
+def completion_request(
+    request_id: str,
+    prompt_token_ids: tuple[int, ...],
+    *,
+    sampling: SamplingParams | None = None,
+    n: int = 1,
+    stop: str | Sequence[str] = (),
+    timeout_s: float | None = None,
+    continues_prompt: bool = True,
+    json_schema: str | dict[str, Any] | None = None,
+    regex: str | None = None,
+    logit_bias: dict[int, float] | None = None,
+    **fields: Any,
+) -> CompletionRequest:
+    """A request from keyword options.
+
+    sampling     a ready `SamplingParams`; `fields` (`max_tokens`, `temperature`, `top_p`, `seed`, ...:
+                 its field names) replace single values of it. Unknown names are `InvalidRequest`.
+    n            choices; each has its own random stream, derived from the seed.
+    stop         strings that end a choice; not part of its text.
+    timeout_s    seconds from now until the request is given up (`DeadlineExceeded`).
+    json_schema, regex  constrain the text; give one at most.
+    """
+    sampling = sampling or SamplingParams()
+    unknown = [name for name in fields if name not in SamplingParams.__slots__]
+    if unknown:
+        known = ", ".join((*SamplingParams.__slots__, "n", "stop", "json_schema", "regex", "timeout_s"))
+        raise InvalidRequest(unknown[0], f"no such option; there is: {known}")
+    if json_schema is not None and regex is not None:
+        raise InvalidRequest("regex", "json_schema and regex exclude each other")
+    if json_schema is not None:
+        import json
+
+        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+        fields["grammar"] = Grammar("json_schema", text)
+    if regex is not None:
+        fields["grammar"] = Grammar("regex", regex)
+    if logit_bias is not None:
+        fields["logit_bias"] = tuple(logit_bias.items())
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
+    deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    return CompletionRequest(
+        request_id,
+        prompt_token_ids,
+        replace(sampling, **fields),
+        n=n,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        continues_prompt=continues_prompt,
+        deadline_s=deadline_s,
+    )
+
+
+async def _collect(completion: Completion) -> Generation:
+    texts: dict[int, list[str]] = {}
+    tokens: dict[int, list[int]] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    reasons: dict[int, FinishReason] = {}
+    async with completion:
+        async for delta in completion:
+            texts.setdefault(delta.index, []).append(delta.text)
+            tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            logprobs.setdefault(delta.index, []).extend(entry for entry in delta.logprobs if entry is not None)
+            if delta.finish_reason is not None:
+                reasons[delta.index] = delta.finish_reason
+    (request,) = completion.requests
+    with_logprobs = request.sampling.logprobs is not None
+    outputs = tuple(
+        Output(
+            index,
+            "".join(texts[index]),
+            tuple(tokens[index]),
+            reasons[index],
+            tuple(logprobs[index]) if with_logprobs else None,
+        )
+        for index in sorted(reasons)
+    )
+    return Generation(request.prompt_token_ids, outputs, completion.usage)
