@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+# Modules are compiled when they are first imported: compiling all of them takes longer than unpacking.
+PIP_INSTALL := $(PY) -m pip install --no-compile --disable-pip-version-check --quiet --constraint constraints.txt
 
 .PHONY: demo test lint clean
 .DEFAULT_GOAL := demo

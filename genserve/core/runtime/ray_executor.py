@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from genserve.core.control import Done, Failed, Run
-from genserve.core.errors import ConfigError, ExecutorLost
+from genserve.core.errors import ConfigError, ExecutorLost, GenserveError
 from genserve.core.runtime.client import EngineClient
 from genserve.core.runtime.executors import Report, Worker
 from genserve.core.runtime.streams import StreamTable
@@ -161,6 +161,7 @@ class RayEngine:
         self._aio = asyncio.get_running_loop()
         self._submits: list[Submit] = []
         self._aborts: list[str] = []
+        self._failure: GenserveError | None = None
         self._pump = self._aio.create_task(self._poll_forever())
 
     @classmethod
@@ -176,7 +177,13 @@ class RayEngine:
     def info(self) -> EngineInfo:
         return self._info
 
+    @property
+    def failure(self) -> GenserveError | None:
+        return self._failure
+
     def submit(self, request: Submit) -> AsyncIterator[TokenOutput]:
+        if self._failure is not None:
+            raise self._failure
         stream = self._streams.open(request.request_id)
         self._submits.append(request)
         self._ask_flush()
@@ -205,9 +212,14 @@ class RayEngine:
                 )
         except RayActorError as error:
             logger.error("engine actor of %s lost: %s", self._info.model, error)
-            self._streams.fail_all(ExecutorLost(f"the engine's process is gone: {error}"))
+            self._fail(ExecutorLost(f"the engine's process is gone: {error}"))
         except RayTaskError as error:
-            self._streams.fail_all(ExecutorLost(f"the engine's process failed: {_cause(error)}"))
+            logger.error("engine actor of %s failed: %s", self._info.model, _cause(error))
+            self._fail(ExecutorLost(f"the engine's process failed: {_cause(error)}"))
+
+    def _fail(self, error: GenserveError) -> None:
+        self._failure = error
+        self._streams.fail_all(error)
 
     async def stats(self) -> dict[str, float]:
         try:
