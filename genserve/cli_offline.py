@@ -94,7 +94,8 @@ def _run(model: str, options: dict[str, Any], workload: Workload, concurrency: i
             info = llm.engine.info
             longest = min(info.max_context_tokens, info.kv_pool_tokens) // 2
             fitting = workload.clip_lengths(longest, longest)
-            with Progress(console=Console(stderr=True), transient=True) as bar:
+            console = Console(stderr=True)
+            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
                 task = bar.add_task("running", total=len(fitting.requests))
 
                 def show(num_done: int, num_all: int, num_tokens: int, elapsed_s: float) -> None:

@@ -22,7 +22,9 @@ class LoadProgress:
 
         self._console = Console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn())
-        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._progress = Progress(
+            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+        )
         self._task: Any = None
         self._model = ""
         self._stage = ""

@@ -46,7 +46,7 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         names = dict.fromkeys(name for stats in self._stats.values() for name in stats)
         for name in names:
-            text = f"The engine's {name.removeprefix('num_').replace('_', ' ')}."
+            text = f"{name} of the engine."
             kind = CounterMetricFamily if name in COUNTER_STATS else GaugeMetricFamily
             family = kind(f"genserve_engine_{name.removeprefix('num_')}", text, labels=["model"])
             for model, stats in self._stats.items():
