@@ -42,7 +42,11 @@ def chat(url: str) -> None:
     """Stream one answer and show how fast it came."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     progress = Progress(
-        TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), console=console
+        TextColumn("tokens"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        console=console,
     )
     task = progress.add_task("tokens", total=MAX_TOKENS, speed="")
     text, usage, first_s, start_s = Text(), None, None, time.monotonic()
@@ -71,6 +75,7 @@ def chat(url: str) -> None:
         end_s = time.monotonic()
     if first_s is None or usage is None:
         sys.exit("the server sent no tokens")
+    console.print()
     table = Table(title="One request, streamed", title_justify="left", show_header=False)
     table.add_row("prompt tokens", str(usage.prompt_tokens))
     table.add_row("output tokens", str(usage.completion_tokens))

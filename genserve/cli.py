@@ -81,7 +81,9 @@ def models(as_json: opt.Json = False) -> None:
         table.add_row("what", model.description)
         table.add_row("source", model.source)
         table.add_row("licence", model.licence)
-        table.add_row("size", f"{model.download_bytes / 1e6:.0f} MB down, {model.disk_bytes / 1e6:.0f} MB on disk")
+        table.add_row(
+            "size", f"{model.download_bytes / 1e6:.0f} MB down, {model.disk_bytes / 1e6:.0f} MB on disk"
+        )
         table.add_row("cached", model.folder if model.cached else "no: fetched on first use")
         console.print(table)
 
@@ -91,7 +93,9 @@ def config(
     models: opt.Models = None,
     config: opt.ConfigFile = None,
     overrides: opt.Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the file instead.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the file instead.")
+    ] = False,
     as_json: opt.Json = False,
 ) -> None:
     """Print the configuration that `genserve serve` would run with, as YAML. API keys are hidden."""

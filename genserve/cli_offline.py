@@ -18,7 +18,9 @@ def offline(
     model: opt.Model = "smollm2",
     workload: Annotated[
         str,
-        typer.Option(help="chat, code, sangam-sharegpt, sangam-arxiv, mooncake-like, tiny, or a trace's path."),
+        typer.Option(
+            help="chat, code, sangam-sharegpt, sangam-arxiv, mooncake-like, tiny, or a trace's path."
+        ),
     ] = "tiny",
     num_requests: Annotated[int, typer.Option(min=1, help="Requests, at most.")] = 32,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests handed over at a time.")] = 64,
@@ -63,7 +65,9 @@ def offline(
 
         console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
         label = f"{concurrency} at a time"
-        console.print(summary_table(f"{model} in process, workload {requests.name}", [(label, summary)], None))
+        console.print(
+            summary_table(f"{model} in process, workload {requests.name}", [(label, summary)], None)
+        )
         stats, busy_s = result.engine, max(result.cpu_s, 1e-9)
         console.print(
             f"{result.duration_s:.2f} s, {result.cpu_s:.2f} CPU seconds: "

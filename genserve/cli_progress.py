@@ -21,7 +21,12 @@ class LoadProgress:
         from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
         self._console = Console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            DownloadColumn(),
+        )
         self._progress = Progress(
             *columns, console=self._console, transient=True, disable=not self._console.is_terminal
         )

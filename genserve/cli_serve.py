@@ -112,7 +112,11 @@ class _Messages:
         self._console.print("Ctrl-C or SIGTERM stops it: requests in flight are finished first.")
 
     def draining(self, num_inflight: int) -> None:
-        what = f"finishing {num_inflight} requests (Ctrl-C ends at once)" if num_inflight else "nothing in flight"
+        what = (
+            f"finishing {num_inflight} requests (Ctrl-C ends at once)"
+            if num_inflight
+            else "nothing in flight"
+        )
         self._console.print(f"Stopping: {what}")
 
     def stopped(self) -> None:

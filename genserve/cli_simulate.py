@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from genserve.core.metrics.summary import SLO, Summary
     from genserve.core.metrics.timelines import Timeline
 
-app = typer.Typer(no_args_is_help=True, help="Try a workload on modelled hardware, in a fraction of the time.")
+app = typer.Typer(
+    no_args_is_help=True, help="Try a workload on modelled hardware, in a fraction of the time."
+)
 
 
 @app.callback()
@@ -28,14 +30,18 @@ def simulate() -> None:
 def simulate_ar(
     workload: Annotated[
         str,
-        typer.Option(help="chat, code, sangam-sharegpt, sangam-arxiv, mooncake-like, tiny, or a trace's path."),
+        typer.Option(
+            help="chat, code, sangam-sharegpt, sangam-arxiv, mooncake-like, tiny, or a trace's path."
+        ),
     ] = "chat",
     rate: Annotated[
         list[str] | None,
         typer.Option(help="Requests/s; several or a comma list for a sweep; by default the workload's own."),
     ] = None,
     num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at most.")] = 1000,
-    model: Annotated[str, typer.Option("--model", "-m", help="llama-3-8b, llama-2-70b or smollm2.")] = "llama-3-8b",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="llama-3-8b, llama-2-70b or smollm2.")
+    ] = "llama-3-8b",
     hardware: Annotated[str, typer.Option(help="h100, h200, a100 or laptop.")] = "h100",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in a step, at most.")] = 256,
@@ -45,7 +51,9 @@ def simulate_ar(
         int | None, typer.Option(min=1, help="Tokens of KV; by default what the weights leave of the memory.")
     ] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Share the KV of common prefixes.")] = True,
-    slo: Annotated[str | None, typer.Option(help="Limits in seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Limits in seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and prompts.")] = 0,
     as_json: opt.Json = False,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and plots.")] = None,
@@ -72,7 +80,9 @@ def simulate_ar(
         raise ConfigError(
             f"hardware: {model} leaves no room for KV on {tensor_parallel} x {hardware}; raise --tensor-parallel"
         )
-    limits = EngineLimits(num_pages, max_context_tokens, max_running, budget_tokens, prefix_cache=prefix_cache)
+    limits = EngineLimits(
+        num_pages, max_context_tokens, max_running, budget_tokens, prefix_cache=prefix_cache
+    )
     requests = open_workload(workload, num_requests, seed)
     longest = min(max_context_tokens, num_pages * PAGE_TOKENS)
     requests = requests.clip_lengths(max(1, longest // 2), max(1, longest // 2))

@@ -64,12 +64,19 @@ def generate(
         typer.echo(json.dumps({"model": model, "text": text, "finish_reason": reason, **figures}))
         return
     sys.stdout.write("\n")
-    typer.echo(f"[{num_tokens} tokens, {reason}; TTFT {ttft_s:.2f} s, {num_tokens / took_s:.1f} tokens/s]", err=True)
+    typer.echo(
+        f"[{num_tokens} tokens, {reason}; TTFT {ttft_s:.2f} s, {num_tokens / took_s:.1f} tokens/s]", err=True
+    )
 
 
 def chat(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="In this process: what to load [default: smollm2]. On a server: its name there.")
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="In this process: what to load [default: smollm2]. On a server: its name there.",
+        ),
     ] = None,
     base_url: Annotated[
         str | None, typer.Option(help="Talk to this OpenAI-compatible server instead of loading a model.")
@@ -168,8 +175,12 @@ def _server_answer(base_url: str, api_key: str | None, model: str | None, option
 
     def answer(messages: list[dict[str, str]]) -> Iterator[str]:
         try:
-            stream: Any = client.chat.completions.create(
-                model=name, messages=messages, stream=True, **options  # type: ignore[arg-type]
+            create: Any = client.chat.completions.create
+            stream = create(
+                model=name,
+                messages=messages,
+                stream=True,
+                **options,
             )
             with stream:
                 for chunk in stream:

@@ -185,7 +185,7 @@ def load_tokenizer(
 
         location = str(fetch(source.name, on_progress))
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             if source.kind == "gguf":
                 path = Path(location)
                 return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)

@@ -69,7 +69,7 @@ class RayExecutor:
     ) -> RayExecutor:
         """Start an actor whose worker is `build(*args)`, and wait until it is built."""
         ensure_ray()
-        actor = WorkerActor.options(**(options or {})).remote(build, args)
+        actor = WorkerActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
         await _built(actor.ready.remote())
         return cls(actor)
 
@@ -95,11 +95,13 @@ class RayExecutor:
         ray.kill(self._actor)
 
 
-@ray.remote(num_cpus=0, max_concurrency=1000)
+@ray.remote(num_cpus=0, max_concurrency=1000)  # type: ignore[call-overload]
 class EngineActor:
     """A whole engine on this actor's event loop. The driver posts batches and polls for batches."""
 
-    async def __init__(self, build: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it, on the actor's loop
+        self, build: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
         self._build, self._args = build, args
         self._engine: EngineClient | None = None
         self._outputs: list[TokenOutput] = []
@@ -170,7 +172,7 @@ class RayEngine:
     ) -> RayEngine:
         """Start an actor whose engine is `await build(*args)`, and wait until it is built."""
         ensure_ray()
-        actor = EngineActor.options(**(options or {})).remote(build, args)
+        actor = EngineActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
         return cls(actor, await _built(actor.start.remote()))
 
     @property
@@ -208,7 +210,8 @@ class RayEngine:
                 outputs, failures = await self._actor.poll.remote()
                 self._streams.route(outputs)
                 self._streams.route(
-                    TokenOutput(request_id, finish_reason="error", error=error) for request_id, error in failures
+                    TokenOutput(request_id, finish_reason="error", error=error)
+                    for request_id, error in failures
                 )
         except RayActorError as error:
             logger.error("engine actor of %s lost: %s", self._info.model, error)

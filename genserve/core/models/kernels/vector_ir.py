@@ -22,8 +22,10 @@ _VI16 = ir.VectorType(_I16, LANES)
 _VI32 = ir.VectorType(_I32, LANES)
 _ADDRESS = types.intp
 # 2**x on [-0.5, 0.5]: minimax polynomial, relative error 1e-7.
-_EXP2 = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3)
-_EXP2 += (5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1, 1.0)
+_EXP2 = (
+    *(1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3),
+    *(5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1, 1.0),
+)
 
 
 def _at(builder, address, offset_bytes, kind):
@@ -194,9 +196,7 @@ def exp2_16(context, values, scale, shift, total):
 
     def codegen(context, builder, signature, arguments):
         values, scale, shift, total = arguments
-        x = builder.fsub(
-            builder.fmul(_load(builder, values), _splat(builder, scale)), _splat(builder, shift)
-        )
+        x = builder.fsub(builder.fmul(_load(builder, values), _splat(builder, scale)), _splat(builder, shift))
         # Under 2**-126 is zero enough, and keeps the exponent arithmetic in range. No comparison with
         # NaN holds, so NaN passes through: a broken row must look broken.
         least = _lanes(_V, -126.0)
