@@ -61,7 +61,7 @@ def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
     from genserve.core.models.attention.cpu import CpuAttention
     from genserve.core.models.attention.reference import ReferenceAttention
     from genserve.core.models.grammar import GrammarCompiler, GrammarMatcher
-    from genserve.core.models.kernels.linear import pack_linears
+    from genserve.core.models.kernels.fuse import optimize_for_cpu
     from genserve.core.models.kernels.threads import ThreadTeam
 
     per_page = page_bytes(loaded.layer_specs, loaded.dtype, PAGE_TOKENS)
@@ -83,7 +83,8 @@ def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
     if loaded.device.type == "cpu":
         torch.set_num_threads(num_threads)
         team = ThreadTeam(num_threads)
-        pack_linears(loaded.model, team)
+        if loaded.dtype is torch.float32:
+            optimize_for_cpu(loaded.model, team)
         backend = CpuAttention(loaded.layer_specs, num_pages, loaded.dtype, team)
     else:
         backend = ReferenceAttention(loaded.layer_specs, num_pages, loaded.dtype, PAGE_TOKENS, loaded.device)

@@ -96,9 +96,9 @@ def attend_rows(
     for row in range(first_row, last_row):
         longest = max(longest, positions[row] + 1)
     scores = np.empty(((longest + PAGE - 1) // PAGE) * PAGE, np.float32)
-    at_scores = scores.ctypes.data
+    at_scores = np.int64(scores.ctypes.data)  # unsigned would turn sums into floats
     lanes = np.empty(2 * PAGE, np.float32)
-    at_max = lanes.ctypes.data
+    at_max = np.int64(lanes.ctypes.data)
     at_total = at_max + 64
     for row in range(first_row, last_row):
         end = positions[row] + 1

@@ -32,59 +32,69 @@ from genserve.core.models.kernels.vector_ir import (
 PANEL = 32
 # Inner indices per partial sum: keeps a panel's part in cache and the rounding error low.
 _DEPTH = 256
+# Rows at a time over all panels.
+_TILE_ROWS = 96
 _BYTES = 4
 
 
 @njit(nogil=True, cache=True, boundscheck=False)
-def _block(num_rows, x, x_stride, panel, count, out, out_stride):
+def _block(num_rows, x, x_stride, panel, count, out, out_stride, ahead, ahead_step):
     if num_rows == 1:
-        linear_1(x, x_stride, panel, count, out, out_stride)
+        linear_1(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 2:
-        linear_2(x, x_stride, panel, count, out, out_stride)
+        linear_2(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 3:
-        linear_3(x, x_stride, panel, count, out, out_stride)
+        linear_3(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 4:
-        linear_4(x, x_stride, panel, count, out, out_stride)
+        linear_4(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 5:
-        linear_5(x, x_stride, panel, count, out, out_stride)
+        linear_5(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 6:
-        linear_6(x, x_stride, panel, count, out, out_stride)
+        linear_6(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 7:
-        linear_7(x, x_stride, panel, count, out, out_stride)
+        linear_7(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 8:
-        linear_8(x, x_stride, panel, count, out, out_stride)
+        linear_8(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 9:
-        linear_9(x, x_stride, panel, count, out, out_stride)
+        linear_9(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 10:
-        linear_10(x, x_stride, panel, count, out, out_stride)
+        linear_10(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 11:
-        linear_11(x, x_stride, panel, count, out, out_stride)
+        linear_11(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
     elif num_rows == 12:
-        linear_12(x, x_stride, panel, count, out, out_stride)
+        linear_12(x, x_stride, panel, count, out, out_stride, ahead, ahead_step)
 
 
 @njit(nogil=True, cache=True, boundscheck=False)
 def _multiply(
     x, x_stride, num_rows, panels, num_in, out, out_stride, first_panel, last_panel, most_rows, scratch, tail
 ):
-    # Strides in bytes. Rows go in blocks of about equal size, `most_rows` at most: what fits the
-    # registers. The last panel, if only `tail` of its 32 outputs exist, goes through `scratch`,
-    # float32 [num_rows, 32].
-    num_blocks = (num_rows + most_rows - 1) // most_rows
-    for panel in range(first_panel, last_panel):
-        at_panel = panels + panel * num_in * PANEL * _BYTES
-        target, stride = out + panel * PANEL * _BYTES, out_stride
-        if tail > 0 and panel == last_panel - 1:
-            target, stride = scratch.ctypes.data, PANEL * _BYTES
-        for start in range(0, num_in, _DEPTH):
-            count = min(_DEPTH, num_in - start)
-            at_w = at_panel + start * PANEL * _BYTES
-            row = 0
-            for block in range(num_blocks):
-                end = num_rows * (block + 1) // num_blocks
-                at_x = x + row * x_stride + start * _BYTES
-                _block(end - row, at_x, x_stride, at_w, count, target + row * stride, stride)
-                row = end
+    # Strides in bytes. Rows go in tiles, whose part of `x` stays in cache while all panels pass by, and
+    # in a tile in blocks of about equal size, `most_rows` at most: what fits the registers. The last
+    # panel, if only `tail` of its 32 outputs exist, goes through `scratch`, float32 [num_rows, 32].
+    num_tiles = (num_rows + _TILE_ROWS - 1) // _TILE_ROWS
+    for tile in range(num_tiles):
+        first_row = num_rows * tile // num_tiles
+        tile_rows = num_rows * (tile + 1) // num_tiles - first_row
+        num_blocks = (tile_rows + most_rows - 1) // most_rows
+        for panel in range(first_panel, last_panel):
+            at_panel = panels + panel * num_in * PANEL * _BYTES
+            target, stride = out + panel * PANEL * _BYTES, out_stride
+            if tail > 0 and panel == last_panel - 1:
+                target, stride = np.int64(scratch.ctypes.data), PANEL * _BYTES
+            for start in range(0, num_in, _DEPTH):
+                count = min(_DEPTH, num_in - start)
+                at_w = at_panel + start * PANEL * _BYTES
+                row = first_row
+                for block in range(num_blocks):
+                    end = first_row + tile_rows * (block + 1) // num_blocks
+                    at_x = x + row * x_stride + start * _BYTES
+                    # While one part of a panel is multiplied the next is fetched: by one block of rows
+                    # every other line (processors fetch pairs), by two blocks a half each.
+                    step = 128 if num_blocks == 1 else 64
+                    ahead = at_w + count * PANEL * _BYTES + min(block, 1) * count * 64
+                    _block(end - row, at_x, x_stride, at_w, count, target + row * stride, stride, ahead, step)
+                    row = end
 
 
 def _most_rows() -> int:

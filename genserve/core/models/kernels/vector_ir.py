@@ -22,10 +22,8 @@ _VI16 = ir.VectorType(_I16, LANES)
 _VI32 = ir.VectorType(_I32, LANES)
 _ADDRESS = types.intp
 # 2**x on [-0.5, 0.5]: minimax polynomial, relative error 1e-7.
-_EXP2 = (
-    *(1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3),
-    *(5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1, 1.0),
-)
+_EXP2: tuple[float, ...] = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3)
+_EXP2 += (5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1, 1.0)
 
 
 def _at(builder, address, offset_bytes, kind):
@@ -73,6 +71,21 @@ def _call(builder, name, *arguments):
 
 def _fma(builder, x, y, z):
     return _call(builder, "llvm.fma.v16f32", x, y, z)
+
+
+def _exp2(builder, x):
+    """2 ** x, to 1e-7, for x of at most 126."""
+    # Under 2**-126 is zero enough, and keeps the exponent arithmetic in range. No comparison with
+    # NaN holds, so NaN passes through: a broken row must look broken.
+    least = _lanes(_V, -126.0)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    whole = _call(builder, "llvm.floor.v16f32", builder.fadd(x, _lanes(_V, 0.5)))
+    part = builder.fsub(x, whole)
+    power = _lanes(_V, _EXP2[0])
+    for coefficient in _EXP2[1:]:
+        power = _fma(builder, power, part, _lanes(_V, coefficient))
+    exponent = builder.add(builder.fptosi(whole, _VI32), _lanes(_VI32, 127))
+    return builder.fmul(power, builder.bitcast(builder.shl(exponent, _lanes(_VI32, 23)), _V))
 
 
 def _void(num_arguments, body):
@@ -196,23 +209,53 @@ def exp2_16(context, values, scale, shift, total):
 
     def codegen(context, builder, signature, arguments):
         values, scale, shift, total = arguments
-        x = builder.fsub(builder.fmul(_load(builder, values), _splat(builder, scale)), _splat(builder, shift))
-        # Under 2**-126 is zero enough, and keeps the exponent arithmetic in range. No comparison with
-        # NaN holds, so NaN passes through: a broken row must look broken.
-        least = _lanes(_V, -126.0)
-        x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
-        whole = _call(builder, "llvm.floor.v16f32", builder.fadd(x, _lanes(_V, 0.5)))
-        part = builder.fsub(x, whole)
-        power = _lanes(_V, _EXP2[0])
-        for coefficient in _EXP2[1:]:
-            power = _fma(builder, power, part, _lanes(_V, coefficient))
-        exponent = builder.add(builder.fptosi(whole, _VI32), _lanes(_VI32, 127))
-        result = builder.fmul(power, builder.bitcast(builder.shl(exponent, _lanes(_VI32, 23)), _V))
+        scaled = builder.fmul(_load(builder, values), _splat(builder, scale))
+        result = _exp2(builder, builder.fsub(scaled, _splat(builder, shift)))
         _store(builder, result, values)
         _store(builder, builder.fadd(_load(builder, total), result), total)
         return context.get_dummy_value()
 
     return types.void(_ADDRESS, types.float32, types.float32, _ADDRESS), codegen
+
+
+@intrinsic
+def silu_mul_16(context, gate, up, out):
+    """out = gate / (1 + exp(-gate)) * up."""
+
+    def body(builder, gate, up, out):
+        g = _load(builder, gate)
+        # exp(-g) beyond 2**126 would overflow; there g / (1 + exp(-g)) is zero to all digits.
+        most = _lanes(_V, 126.0)
+        x = builder.fmul(g, _lanes(_V, -1.4426950408889634))
+        x = builder.select(builder.fcmp_ordered(">", x, most), most, x)
+        sigmoid = builder.fdiv(g, builder.fadd(_lanes(_V, 1.0), _exp2(builder, x)))
+        _store(builder, builder.fmul(sigmoid, _load(builder, up)), out)
+
+    return _void(3, body)
+
+
+@intrinsic
+def square_sum_16(context, values, total):
+    """total += values * values."""
+
+    def body(builder, values, total):
+        x = _load(builder, values)
+        _store(builder, _fma(builder, x, x, _load(builder, total)), total)
+
+    return _void(2, body)
+
+
+@intrinsic
+def scaled_product_16(context, values, factor, weights, out):
+    """out = (values * factor) * weights."""
+
+    def codegen(context, builder, signature, arguments):
+        values, factor, weights, out = arguments
+        scaled = builder.fmul(_load(builder, values), _splat(builder, factor))
+        _store(builder, builder.fmul(scaled, _load(builder, weights)), out)
+        return context.get_dummy_value()
+
+    return types.void(_ADDRESS, types.float32, _ADDRESS, _ADDRESS), codegen
 
 
 def _move(kind):
@@ -236,16 +279,26 @@ def move_2(context, source, target):
     return _void(2, _move(_I16))
 
 
+def _prefetch(builder, address):
+    """Ask for the cache line at `address`, into the second level. Never faults."""
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, second_level, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
+    builder.call(prefetch, [builder.inttoptr(address, pointer), read, second_level, data])
+
+
 def linear_block(num_rows):
     """An intrinsic: out[num_rows][32] += x[num_rows][count] @ panel[count][32].
 
-    Arguments: x, its row stride, panel, count, out, its row stride (strides in bytes). The sums stay
-    in registers; each output is one chain of fused multiply-adds in the order of the inner index,
-    so it does not depend on `num_rows`.
+    Arguments: x, its row stride, panel, count, out, its row stride, ahead, ahead step (strides in
+    bytes). The sums stay in registers; each output is one chain of fused multiply-adds in the order
+    of the inner index, so it does not depend on `num_rows`. Meanwhile the cache lines at
+    `ahead + i * ahead_step` are fetched: weights wanted next.
     """
 
     def codegen(context, builder, signature, arguments):
-        x, x_stride, panel, count, out, out_stride = arguments
+        x, x_stride, panel, count, out, out_stride, ahead, ahead_step = arguments
 
         def const(value):
             return ir.Constant(count.type, value)
@@ -257,6 +310,7 @@ def linear_block(num_rows):
         with cgutils.for_range(builder, count) as loop:
             at_panel = builder.add(panel, builder.mul(loop.index, const(128)))
             weights = [_load(builder, at_panel, 64 * j) for j in range(2)]
+            _prefetch(builder, builder.add(ahead, builder.mul(loop.index, ahead_step)))
             offset = builder.mul(loop.index, const(4))
             for row in range(num_rows):
                 value = _splat(builder, _load_scalar(builder, builder.add(rows[row], offset)))
@@ -271,8 +325,8 @@ def linear_block(num_rows):
         return context.get_dummy_value()
 
     @intrinsic
-    def block(context, x, x_stride, panel, count, out, out_stride):
-        return types.void(*[_ADDRESS] * 6), codegen
+    def block(context, x, x_stride, panel, count, out, out_stride, ahead, ahead_step):
+        return types.void(*[_ADDRESS] * 8), codegen
 
     return block
 
