@@ -35,7 +35,10 @@ class _Slot:
     def __init__(self, admit: Admit, matcher: TokenMatcher | None) -> None:
         self.token_ids = list(admit.token_ids)
         self.num_pages = 0
-        prompt, output = admit.token_ids[: admit.num_prompt_tokens], admit.token_ids[admit.num_prompt_tokens :]
+        prompt, output = (
+            admit.token_ids[: admit.num_prompt_tokens],
+            admit.token_ids[admit.num_prompt_tokens :],
+        )
         self.sampler = SamplerState(admit.sampling, prompt, output, matcher)
 
 
@@ -141,7 +144,9 @@ class ArWorker:
         owners: list[tuple[int, int]],
         broken: dict[int, str],
     ) -> StepResult:
-        sampling = [(row, first + count - 1) for row, (first, count) in zip(rows, owners, strict=True) if row.sample]
+        sampling = [
+            (row, first + count - 1) for row, (first, count) in zip(rows, owners, strict=True) if row.sample
+        ]
         last_rows = [at for _, at in sampling]
         states = [self._slot(row.slot).sampler for row, _ in sampling]
         chosen_from = logits_RV if len(last_rows) == len(logits_RV) else logits_RV[last_rows]

@@ -80,7 +80,9 @@ def controllers(num_engines):
         def decide(self, now):
             for effect in super().decide(now):
                 yield (
-                    Run(self.lane, effect.run_id, effect.op, effect.args) if isinstance(effect, Run) else effect
+                    Run(self.lane, effect.run_id, effect.op, effect.args)
+                    if isinstance(effect, Run)
+                    else effect
                 )
 
     engines = {f"engine{i}": Lane(f"lane{i}") for i in range(num_engines)}
@@ -116,7 +118,9 @@ def live(work, num_engines):
         )
         # One callback an instant: asyncio does not keep the order of timers of equal time.
         for at_s, group in groupby(sorted(work, key=lambda item: item[0]), key=lambda item: item[0]):
-            aio.call_at(at_s, lambda bodies: [loop.post("router", body) for body in bodies], [b for _, b in group])
+            aio.call_at(
+                at_s, lambda bodies: [loop.post("router", body) for body in bodies], [b for _, b in group]
+            )
         await asyncio.sleep(max(at_s for at_s, _ in work) + 1e6)
         assert loop.fatal is None
 

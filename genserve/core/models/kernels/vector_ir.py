@@ -22,7 +22,7 @@ _VI16 = ir.VectorType(_I16, LANES)
 _VI32 = ir.VectorType(_I32, LANES)
 _ADDRESS = types.intp
 # 2**x on [-0.5, 0.5]: minimax polynomial, relative error 1e-7.
-_EXP2 = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3)
+_EXP2: tuple[float, ...] = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3)
 _EXP2 += (5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1, 1.0)
 
 
