@@ -47,6 +47,7 @@ class Sequence:
 
     __slots__ = (
         "first_cached_tokens",
+        "has_deadline",
         "lease",
         "max_total_tokens",
         "num_computed",
@@ -73,6 +74,7 @@ class Sequence:
         self.max_total_tokens = min(most, wanted)
         eos_ids = () if sampling.ignore_eos else limits.eos_token_ids
         self.stop_ids = frozenset((*eos_ids, *sampling.stop_token_ids))
+        self.has_deadline = submit.deadline_s is not None
         self.lease: PageLease | None = None
         self.slot = -1
         self.num_computed = 0
@@ -82,6 +84,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             [None] if sampling.prompt_logprobs is not None else None
         )
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Whether its prompt has never been computed to the end."""
+        return self.num_computed < self.num_prompt == len(self.token_ids)
 
     @property
     def uses_cache(self) -> bool:
@@ -128,7 +135,9 @@ class Engine:
         elif isinstance(event, Failed):
             self._on_failed(event)
         elif isinstance(event, Timer):
-            self._end(event.tag, "error", "deadline exceeded")
+            sequence = self._sequences.get(event.tag)
+            if sequence is not None and sequence.has_deadline:  # else it was an earlier one of that name
+                self._end(event.tag, "error", "deadline exceeded")
 
     def _on_submit(self, submit: Submit) -> None:
         problem = self._refusal(submit)
@@ -140,7 +149,7 @@ class Engine:
         if submit.deadline_s is not None:
             self._timers.append(WakeAt(submit.deadline_s, submit.request_id))
         leader = self._sequences.get(submit.after) if submit.after is not None else None
-        if leader is not None and leader.num_computed < leader.num_prompt:
+        if leader is not None and leader.is_in_prompt:
             self._parked.setdefault(leader.request_id, []).append(sequence)
         else:
             self._waiting[submit.request_id] = sequence

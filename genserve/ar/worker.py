@@ -7,6 +7,7 @@ the page-table row and the sampler's state, all rebuilt by `Admit`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,9 +31,10 @@ class LanguageModel(Protocol):
 
 
 class _Slot:
-    __slots__ = ("num_pages", "sampler", "token_ids")
+    __slots__ = ("error", "num_pages", "sampler", "token_ids")
 
-    def __init__(self, admit: Admit, matcher: TokenMatcher | None) -> None:
+    def __init__(self, admit: Admit, matcher: TokenMatcher | None, error: str | None = None) -> None:
+        self.error = error
         self.token_ids = list(admit.token_ids)
         self.num_pages = 0
         prompt, output = (
@@ -80,14 +82,8 @@ class ArWorker:
     def _step(self, args: StepArgs) -> StepResult:
         for slot in args.freed:
             self._slots[slot] = None
-        broken: dict[int, str] = {}
         for admit in args.admits:
-            try:
-                matcher = self._make_matcher(admit.sampling) if admit.sampling.grammar else None
-            except Exception as error:
-                broken[admit.slot] = f"grammar: {error}"
-                matcher = None
-            self._slots[admit.slot] = _Slot(admit, matcher)
+            self._slots[admit.slot] = self._admit(admit)
         if not args.rows:
             return StepResult(())
         input_ids, batch = self._pack(args.rows)
@@ -101,7 +97,19 @@ class ArWorker:
         ).logits[0]
         if not keep:
             return StepResult(())
-        return self._sample(args.rows, logits_RV.float(), owners, broken)
+        return self._sample(args.rows, logits_RV.float(), owners)
+
+    def _admit(self, admit: Admit) -> _Slot:
+        matcher = None
+        try:
+            if admit.sampling.grammar is not None:
+                matcher = self._make_matcher(admit.sampling)
+            return _Slot(admit, matcher)
+        except Exception as error:
+            # Kept in the slot: its first token, which reports it, may be several chunks away.
+            cause = "sampling" if admit.sampling.grammar is None else "grammar"
+            neutral = SamplingParams(temperature=0, prompt_logprobs=admit.sampling.prompt_logprobs)
+            return _Slot(replace(admit, sampling=neutral), None, f"{cause}: {error}")
 
     def _pack(self, rows: Sequence[Row]) -> tuple[torch.Tensor, PagedBatch]:
         ids: list[int] = []
@@ -142,7 +150,6 @@ class ArWorker:
         rows: Sequence[Row],
         logits_RV: torch.Tensor,
         owners: list[tuple[int, int]],
-        broken: dict[int, str],
     ) -> StepResult:
         sampling = [
             (row, first + count - 1) for row, (first, count) in zip(rows, owners, strict=True) if row.sample
@@ -153,9 +160,9 @@ class ArWorker:
         tokens = sample(chosen_from, states, num_valid_tokens=self._num_valid_tokens) if states else []
         sampled = []
         for (row, _), token in zip(sampling, tokens, strict=True):
-            error = broken.get(row.slot, token.error)
+            slot = self._slot(row.slot)
+            error = slot.error or token.error
             if error is None:
-                slot = self._slot(row.slot)
                 slot.token_ids.append(token.token_id)
                 try:
                     slot.sampler.append(token.token_id)

@@ -34,18 +34,25 @@ class Driver:
     def abort(self, request_id):
         self.engine.observe(Message("test", Abort(request_id)), 0.0)
 
-    def step(self):
-        """One round; False when the engine has nothing to run."""
-        ran = False
+    def decide(self):
+        """The runs that the engine asks for now; what it sends is kept."""
+        runs = []
         for effect in self.engine.decide(0.0):
             if isinstance(effect, Send):
                 for output in effect.body:
                     self.outputs.setdefault(output.request_id, []).append(output)
             elif isinstance(effect, Run):
-                ran = True
-                self.steps.append(effect.args)
-                result = self.worker.perform(effect.op, effect.args)
-                self.engine.observe(Done(effect.lane, effect.run_id, result), 0.0)
+                runs.append(effect)
+        return runs
+
+    def step(self):
+        """One round; False when the engine has nothing to run."""
+        ran = False
+        for run in self.decide():
+            ran = True
+            self.steps.append(run.args)
+            result = self.worker.perform(run.op, run.args)
+            self.engine.observe(Done(run.lane, run.run_id, result), 0.0)
         stats = self.engine.stats()
         assert stats["num_used_pages"] + stats["num_free_pages"] == stats["num_pages"]
         return ran
