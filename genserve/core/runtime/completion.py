@@ -32,7 +32,7 @@ from genserve.core.runtime.sampling_limits import (
     validate_sampling,
 )
 from genserve.core.text.tokenizer import Tokenizer
-from genserve.core.types import EngineInfo, Submit, TokenOutput
+from genserve.core.types import EngineInfo, Grammar, Submit, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,14 @@ class Completer:
         info = self.engine.info
         sampling = request.sampling
         validate_sampling(sampling, info.vocab_size)
+        if sampling.grammar is not None:
+            self.check_grammar(sampling.grammar)
         check_integer("n", request.n, 1, MAX_CHOICES)
         if len(request.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} strings, not {len(request.stop)}")
         if not all(isinstance(stop, str) and stop for stop in request.stop):
             raise InvalidRequest("stop", "must be non-empty strings")
         self._check_prompt(request.prompt_token_ids)
-        if sampling.grammar is not None:
-            from genserve.core.models.grammar import validate_grammar  # brings torch along
-
-            validate_grammar(sampling.grammar, sampling.grammar.kind)
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._draw_seed())
         if sampling.max_tokens is None:
@@ -90,6 +88,18 @@ class Completer:
         if request.echo and sampling.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
         return replace(request, sampling=sampling)
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """`InvalidRequest` naming the grammar's kind unless it can be enforced. Remembers its answers.
+
+        The first call imports the grammar library, which takes seconds: event loops call this in a thread
+        before `prepare` asks again.
+        """
+        from genserve.core.models.grammar import validate_grammar
+
+        if not self.engine.info.eos_token_ids:
+            raise InvalidRequest(grammar.kind, "the model has no end-of-sequence token, without which none can end")
+        validate_grammar(grammar, grammar.kind)
 
     def complete(self, *requests: CompletionRequest) -> Completion:
         """Prepare all requests and submit their sequences now; iterate over what they yield.

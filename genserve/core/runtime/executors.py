@@ -29,6 +29,7 @@ class ThreadExecutor:
     def __init__(self, worker: Worker, name: str = "lane") -> None:
         self._worker = worker
         self._aio = asyncio.get_running_loop()
+        self._closing = False
         self._runs: queue.SimpleQueue[tuple[Run, Report] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"genserve-{name}", daemon=True)
         self._thread.start()
@@ -37,12 +38,15 @@ class ThreadExecutor:
         self._runs.put((run, report))
 
     async def aclose(self) -> None:
+        self._closing = True
         if self._thread.is_alive():
             self._runs.put(None)
             await self._aio.run_in_executor(None, self._thread.join)
 
     def _work(self) -> None:
         while (item := self._runs.get()) is not None:
+            if self._closing:
+                return
             run, report = item
             event: Done | Failed
             try:

@@ -60,8 +60,8 @@ class RayExecutor:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._aio = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pending: asyncio.Queue[tuple[Run, Any, Report]] = asyncio.Queue()
+        self._reporter = asyncio.get_running_loop().create_task(self._report_in_order())
 
     @classmethod
     async def start(
@@ -74,25 +74,28 @@ class RayExecutor:
         return cls(actor)
 
     def submit(self, run: Run, report: Report) -> None:
-        result = self._actor.perform.remote(run.op, run.args)
-        task = self._aio.create_task(self._wait(run, result, report))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._pending.put_nowait((run, self._actor.perform.remote(run.op, run.args), report))
 
-    async def _wait(self, run: Run, result: Any, report: Report) -> None:
-        event: Done | Failed
-        try:
-            event = Done(run.lane, run.run_id, await result)
-        except RayTaskError as error:
-            event = Failed(run.lane, run.run_id, _cause(error))
-        except RayActorError as error:
-            event = Failed(run.lane, run.run_id, f"executor lost: {error}", lost=True)
-        report(event)
+    async def _report_in_order(self) -> None:
+        # Results may become known out of order (an exception travels slower than a value).
+        while True:
+            run, result, report = await self._pending.get()
+            report(await _ended(run, result))
 
     async def aclose(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._reporter.cancel()
         ray.kill(self._actor)
+
+
+async def _ended(run: Run, result: Any) -> Done | Failed:
+    try:
+        return Done(run.lane, run.run_id, await result)
+    except RayTaskError as error:
+        return Failed(run.lane, run.run_id, _cause(error))
+    except RayActorError as error:
+        return Failed(run.lane, run.run_id, f"executor lost: {error}", lost=True)
+    except Exception as error:  # whatever else Ray may raise: the controller waits for an answer
+        return Failed(run.lane, run.run_id, f"{type(error).__name__}: {error}")
 
 
 @ray.remote(num_cpus=0, max_concurrency=1000)  # type: ignore[call-overload]
@@ -108,16 +111,31 @@ class EngineActor:
         self._failures: list[tuple[str, str]] = []
         self._wake = asyncio.Event()
         self._readers: set[asyncio.Task[None]] = set()
+        self._num_batches = 0
+        self._early: dict[int, tuple[list[Submit], list[str]]] = {}
 
     async def start(self) -> EngineInfo:
         engine: EngineClient = await self._build(*self._args)
         self._engine = engine
         return engine.info
 
-    async def post(self, submits: list[Submit], aborts: list[str]) -> None:
+    async def post(self, number: int, submits: list[Submit], aborts: list[str]) -> None:
+        """Batch `number`. Large arguments travel slower, so batches may arrive out of order; they count in it."""
+        self._early[number] = (submits, aborts)
+        while self._num_batches in self._early:
+            submits, aborts = self._early.pop(self._num_batches)
+            self._num_batches += 1
+            self._take(submits, aborts)
+
+    def _take(self, submits: list[Submit], aborts: list[str]) -> None:
         assert self._engine is not None
         for submit in submits:
-            task = asyncio.create_task(self._read(submit.request_id, self._engine.submit(submit)))
+            try:
+                stream = self._engine.submit(submit)
+            except Exception as error:
+                self._fail(submit.request_id, error)
+                continue
+            task = asyncio.create_task(self._read(submit.request_id, stream))
             self._readers.add(task)
             task.add_done_callback(self._readers.discard)
         for request_id in aborts:
@@ -129,8 +147,11 @@ class EngineActor:
                 self._outputs.append(output)
                 self._wake.set()
         except Exception as error:
-            self._failures.append((request_id, f"{type(error).__name__}: {error}"))
-            self._wake.set()
+            self._fail(request_id, error)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        self._failures.append((request_id, f"{type(error).__name__}: {error}"))
+        self._wake.set()
 
     async def poll(self) -> tuple[list[TokenOutput], list[tuple[str, str]]]:
         """Whatever has come since the last poll; parks while there is nothing."""
@@ -163,6 +184,7 @@ class RayEngine:
         self._aio = asyncio.get_running_loop()
         self._submits: list[Submit] = []
         self._aborts: list[str] = []
+        self._num_batches = 0
         self._failure: GenserveError | None = None
         self._pump = self._aio.create_task(self._poll_forever())
 
@@ -202,7 +224,8 @@ class RayEngine:
     def _flush(self) -> None:
         submits, self._submits = self._submits, []
         aborts, self._aborts = self._aborts, []
-        self._actor.post.remote(submits, aborts)
+        self._actor.post.remote(self._num_batches, submits, aborts)
+        self._num_batches += 1
 
     async def _poll_forever(self) -> None:
         try:
@@ -217,8 +240,11 @@ class RayEngine:
             logger.error("engine actor of %s lost: %s", self._info.model, error)
             self._fail(ExecutorLost(f"the engine's process is gone: {error}"))
         except RayTaskError as error:
-            logger.error("engine actor of %s failed: %s", self._info.model, _cause(error))
+            logger.error("engine actor of %s failed: %s", self._info.model, error)
             self._fail(ExecutorLost(f"the engine's process failed: {_cause(error)}"))
+        except Exception as error:  # whatever else Ray may raise: nobody may wait for ever
+            logger.exception("engine actor of %s cannot be reached", self._info.model)
+            self._fail(ExecutorLost(f"the engine's process cannot be reached: {error}"))
 
     def _fail(self, error: GenserveError) -> None:
         self._failure = error

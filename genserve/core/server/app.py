@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -164,6 +165,10 @@ class CompletionResponse(Response):
     async def _requests(self) -> list[CompletionRequest]:
         body = self._body
         is_chat = isinstance(body, ChatRequest)
+        grammar = self._sampling.grammar
+        if grammar is not None:
+            with self._fields_as_sent():
+                await asyncio.to_thread(self._model.completer.check_grammar, grammar)
         return [
             CompletionRequest(
                 request_id=self._id,
@@ -179,8 +184,14 @@ class CompletionResponse(Response):
         ]
 
     def _completion(self, requests: list[CompletionRequest]) -> Completion:
-        try:
+        with self._fields_as_sent():
             return self._model.completer.complete(*requests)
+
+    @contextmanager
+    def _fields_as_sent(self) -> Iterator[None]:
+        """Errors inside name fields as core records do; outside, as this body does."""
+        try:
+            yield
         except InvalidRequest as error:
             name = self._body.field_names().get(error.field)
             if name is None:

@@ -1,21 +1,25 @@
-"""A server on loopback over an engine that `make_engine()` builds, and clients for it.
+"""A server on loopback over a real engine (a tiny random model) or a scripted one, and clients for it.
 
-The hard-case tests use only what any engine offers (greedy results that repeat, long outputs that
-are aborted, a count of live sequences), so that a real engine can take the scripted one's place.
+What can be shown on the real engine is (`real_engine`); the scripted one is for what a real one does
+not do on demand: fixed texts, stalls, failures.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import openai
 import pytest
 
+from genserve.ar.config import ArConfig
+from genserve.ar.serve import start_engine
+from genserve.core.runtime.client import EngineClient
 from genserve.core.runtime.completion import Completer
 from genserve.core.server.app import create_app
 from genserve.core.server.gateway import Gateway, ServedModel
@@ -53,17 +57,27 @@ def engine_info(**changes) -> EngineInfo:
 
 @dataclass
 class EngineUnderTest:
-    """An engine with its tokenizer and a way to count the sequences it still holds."""
+    """An engine, its tokenizer, and what else it holds open for its clients."""
 
-    engine: object
+    engine: EngineClient
     tokenizer: Tokenizer
-    num_live: Callable[[], int]
 
 
 def make_engine(script=babble, **info) -> EngineUnderTest:
-    """Called on the server's loop."""
-    engine = ScriptedEngine(script, engine_info(**info))
-    return EngineUnderTest(engine, TOKENIZER, lambda: engine.num_live)
+    """A scripted engine. Called on the server's loop."""
+    return EngineUnderTest(ScriptedEngine(script, engine_info(**info)), TOKENIZER)
+
+
+def real_engine(folder: str, **config) -> Callable[[], Awaitable[EngineUnderTest]]:
+    """A maker of the AR engine with the model in `folder`, to be awaited on the server's loop."""
+
+    async def make() -> EngineUnderTest:
+        options = {"name": "tiny", "max_context_tokens": CONTEXT_TOKENS, "num_threads": 1, "kv_pool": "4MiB"}
+        options |= {"max_running": 16, "budget_tokens": 64, "max_queued_requests": 64, **config}
+        engine, hf_tokenizer = await start_engine(ArConfig(model=folder, **options))
+        return EngineUnderTest(engine, Tokenizer(hf_tokenizer))
+
+    return make
 
 
 class Served:
@@ -81,7 +95,7 @@ class Served:
         return self._made["engine"]
 
     @property
-    def engine(self) -> ScriptedEngine:
+    def engine(self):
         return self.under_test.engine
 
     @property
@@ -92,18 +106,34 @@ class Served:
     def tokenizer(self) -> Tokenizer:
         return self.under_test.tokenizer
 
+    def stats(self) -> dict[str, float]:
+        return self.server.call(self.engine.stats())
+
+    def held(self) -> dict[str, float]:
+        """What the engine holds for somebody: all zeros when nothing leaks."""
+        stats = self.stats()
+        if "num_free_pages" in stats:
+            assert stats["num_used_pages"] + stats["num_free_pages"] == stats["num_pages"]
+        names = ("num_live", "num_sequences", "num_running", "num_waiting", "num_used_pages", "num_leases")
+        return {name: stats[name] for name in (*names, "num_streams") if name in stats}
+
+    def num_live(self) -> int:
+        """Sequences that the engine knows of."""
+        stats = self.stats()
+        return int(stats["num_sequences" if "num_sequences" in stats else "num_live"])
+
     def settled(self, timeout_s: float = 5.0) -> bool:
         """Whether nothing is in flight, in the gateway and in the engine, before the timeout."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
-            if self.under_test.num_live() == 0 and self.gateway.num_inflight_requests == 0:
+            if self.gateway.num_inflight_requests == 0 and not any(self.held().values()):
                 return True
             time.sleep(0.005)
         return False
 
     def wait_live(self, count: int, timeout_s: float = 5.0) -> None:
         end = time.monotonic() + timeout_s
-        while self.under_test.num_live() < count:
+        while self.num_live() < count:
             assert time.monotonic() < end, "the sequences never reached the engine"
             time.sleep(0.002)
 
@@ -149,7 +179,10 @@ def serve_engine():
         made: dict = {}
 
         async def build() -> Parts:
-            engine = made["engine"] = make()
+            engine = make()
+            if inspect.isawaitable(engine):
+                engine = await engine
+            made["engine"] = engine
             client = engine.engine
             model = ServedModel(
                 "tiny", 1_700_000_000, Completer(client, engine.tokenizer), engine.tokenizer, client.info
@@ -167,6 +200,9 @@ def serve_engine():
         server.__exit__()
 
 
-@pytest.fixture(scope="module")
-def served(serve_engine) -> Served:
-    return serve_engine()
+@pytest.fixture(scope="module", params=["thread", pytest.param("ray", marks=pytest.mark.ray)])
+def served(request, serve_engine, tiny_folder) -> Served:
+    """A server over the real engine: in its own process, and in a Ray actor."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    return serve_engine(real_engine(tiny_folder, executor=request.param))

@@ -288,4 +288,4 @@ def test_drain_that_times_out_ends_streams_with_an_error_event(serve_engine):
         list(stream)
     assert ended.value.code == "draining"
     served.server.join()
-    assert served.under_test.num_live() == 0
+    assert served.engine.num_live == 0

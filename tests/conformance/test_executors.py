@@ -1,0 +1,347 @@
+"""One contract for every executor, and what a lost actor does to whoever waits on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from genserve.core.control import Done, Failed, Run
+from genserve.core.errors import ConfigError, ExecutionFailed, ExecutorLost
+from genserve.core.runtime.executors import ModelledExecutor, ThreadExecutor
+from genserve.core.types import EngineInfo, SamplingParams, Submit, TokenOutput
+
+RAY = pytest.param("ray", marks=pytest.mark.ray)
+
+
+class Worker:
+    """`echo` gives back, `boom` raises, `sleep` takes that long, `calls` counts."""
+
+    def __init__(self, build_error: str | None = None) -> None:
+        if build_error:
+            raise ValueError(build_error)
+        self.calls = 0
+
+    def perform(self, op, args):
+        self.calls += 1
+        if op == "boom":
+            raise ValueError(f"cannot do {args}")
+        if op == "unsendable":
+            return threading.Lock()
+        if op == "sleep":
+            time.sleep(args)
+        return (self.calls, args)
+
+
+class Modelled:
+    """The same worker as cost and outcome models."""
+
+    def __init__(self) -> None:
+        self._worker = Worker()
+
+    def price_s(self, run):
+        return run.args if run.op == "sleep" else 0.0005
+
+    def outcome(self, run):
+        try:
+            return self._worker.perform("echo" if run.op == "sleep" else run.op, run.args)
+        except ValueError as error:
+            return Failed(run.lane, run.run_id, f"ValueError: {error}")
+
+
+async def make(kind):
+    if kind == "thread":
+        return ThreadExecutor(Worker(), "test")
+    if kind == "modelled":
+        model = Modelled()
+        return ModelledExecutor(model, model)
+    from genserve.core.runtime.ray_executor import RayExecutor
+
+    return await RayExecutor.start(Worker)
+
+
+class Reports:
+    """What was reported, and on which thread."""
+
+    def __init__(self) -> None:
+        self.events = []
+        self.threads = set()
+        self._more = asyncio.Event()
+
+    def __call__(self, event) -> None:
+        self.threads.add(threading.get_ident())
+        self.events.append(event)
+        self._more.set()
+
+    async def wait(self, count, timeout_s=30.0):
+        async with asyncio.timeout(timeout_s):
+            while len(self.events) < count:
+                self._more.clear()
+                await self._more.wait()
+        return self.events
+
+
+def check(kind, request, contract):
+    if kind == "ray":
+        request.getfixturevalue("ray_session")
+
+    async def main():
+        executor = await make(kind)
+        reports = Reports()
+        try:
+            await contract(executor, reports)
+        finally:
+            async with asyncio.timeout(20):
+                await executor.aclose()
+        assert reports.threads <= {threading.get_ident()}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["thread", "modelled", RAY])
+def test_runs_of_a_lane_go_in_order_one_at_a_time(kind, request):
+    async def contract(executor, reports):
+        for run_id in range(50):
+            op, args = ("sleep", 0.02) if run_id % 10 == 0 else ("echo", run_id)
+            executor.submit(Run("lane", run_id, op, args), reports)
+        assert reports.events == []  # never reported from within submit
+        events = await reports.wait(50)
+        assert all(isinstance(event, Done) and event.lane == "lane" for event in events)
+        assert [event.run_id for event in events] == list(range(50))
+        assert [event.result[0] for event in events] == list(range(1, 51))
+
+    check(kind, request, contract)
+
+
+@pytest.mark.parametrize("kind", ["thread", "modelled", RAY])
+def test_an_exception_fails_its_run_alone_with_its_message(kind, request):
+    async def contract(executor, reports):
+        for run_id, op in enumerate(["echo", "boom", "echo", "boom", "echo"]):
+            executor.submit(Run("lane", run_id, op, run_id), reports)
+        events = await reports.wait(5)
+        assert [type(event) for event in events] == [Done, Failed, Done, Failed, Done]
+        assert events[1] == Failed("lane", 1, "ValueError: cannot do 1")
+        assert events[4].result == (5, 4)
+
+    check(kind, request, contract)
+
+
+@pytest.mark.parametrize("kind", ["thread", RAY])
+def test_closing_ends_what_waits_and_frees(kind, request):
+    async def contract(executor, reports):
+        for run_id in range(20):
+            executor.submit(Run("lane", run_id, "sleep", 0.05), reports)
+        await reports.wait(1)
+        begun = time.monotonic()
+        await executor.aclose()
+        assert time.monotonic() - begun < 0.5
+        await executor.aclose()  # again: nothing to do
+        count = len(reports.events)
+        await asyncio.sleep(0.1)
+        assert len(reports.events) == count < 20
+
+    check(kind, request, contract)
+
+
+def test_no_threads_are_left():
+    async def main():
+        executor = ThreadExecutor(Worker(), "leaving")
+        assert any(thread.name == "genserve-leaving" for thread in threading.enumerate())
+        await executor.aclose()
+
+    asyncio.run(main())
+    assert not any(thread.name == "genserve-leaving" for thread in threading.enumerate())
+
+
+@pytest.mark.ray
+def test_a_result_that_cannot_be_sent_fails_its_run(ray_session):
+    async def contract(executor, reports):
+        executor.submit(Run("lane", 1, "unsendable", None), reports)
+        executor.submit(Run("lane", 2, "echo", None), reports)
+        failed, done = await reports.wait(2)
+        assert isinstance(failed, Failed) and "pickle" in failed.error and not failed.lost
+        assert isinstance(done, Done)
+
+    async def main():
+        executor = await make("ray")
+        try:
+            await contract(executor, Reports())
+        finally:
+            await executor.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.ray
+def test_a_killed_actor_fails_every_pending_run_as_lost(ray_session):
+    import ray
+
+    async def main():
+        executor = await make("ray")
+        reports = Reports()
+        for run_id in range(5):
+            executor.submit(Run("lane", run_id, "sleep", 0.0 if run_id == 0 else 30), reports)
+        await reports.wait(1)
+        begun = time.monotonic()
+        ray.kill(executor._actor)
+        events = await reports.wait(5)
+        assert time.monotonic() - begun < 5
+        assert isinstance(events[0], Done)
+        assert all(isinstance(event, Failed) and event.lost for event in events[1:])
+        executor.submit(Run("lane", 9, "echo", 1), reports)
+        late = (await reports.wait(6))[-1]
+        assert isinstance(late, Failed) and late.lost and late.run_id == 9
+        await executor.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.ray
+def test_a_worker_that_cannot_be_built_is_a_configuration_error(ray_session):
+    from genserve.core.runtime.ray_executor import RayExecutor
+
+    async def main():
+        with pytest.raises(ConfigError, match="ValueError: no such model"):
+            await RayExecutor.start(Worker, "no such model")
+
+    asyncio.run(main())
+
+
+INFO = EngineInfo("scripted", "ar", 100, 64, 64, 8)
+
+
+class SlowEngine:
+    """An engine for an actor: counts up for each request, refuses id "bad", and can be made to die."""
+
+    info = INFO
+
+    def __init__(self) -> None:
+        self.live: set[str] = set()
+        self.log: list[str] = []
+
+    def submit(self, request):
+        self.log.append(f"submit {request.request_id}")
+        if request.request_id == "bad":
+            raise ExecutionFailed("the controller failed long ago")
+        self.live.add(request.request_id)
+        return self._count(request)
+
+    async def _count(self, request):
+        first = True
+        for token_id in range(request.sampling.max_tokens):
+            await asyncio.sleep(0.002)
+            if request.request_id not in self.live:
+                yield TokenOutput(request.request_id, finish_reason="abort")
+                return
+            yield TokenOutput(request.request_id, (token_id,), num_cached_tokens=int(first))
+            first = False
+        self.live.discard(request.request_id)
+        yield TokenOutput(request.request_id, finish_reason="length")
+
+    def abort(self, request_id):
+        self.log.append(f"abort {request_id}")
+        self.live.discard(request_id)
+
+    async def stats(self):
+        return {"num_live": len(self.live), "num_messages": len(self.log)}
+
+    async def aclose(self):
+        self.live.clear()
+
+
+async def build_slow_engine():
+    return SlowEngine()
+
+
+def submit(request_id, max_tokens, prompt=(1,)):
+    return Submit(request_id, tuple(prompt), SamplingParams(temperature=0, max_tokens=max_tokens))
+
+
+def with_ray_engine(body):
+    from genserve.core.runtime.ray_executor import RayEngine
+
+    async def main():
+        engine = await RayEngine.start(build_slow_engine)
+        try:
+            async with asyncio.timeout(60):
+                await body(engine)
+        finally:
+            async with asyncio.timeout(20):
+                await engine.aclose()
+
+    asyncio.run(main())
+
+
+async def collect(stream):
+    return [output async for output in stream]
+
+
+@pytest.mark.ray
+def test_an_engine_in_an_actor_streams_in_order_and_aborts(ray_session):
+    async def body(engine):
+        assert engine.info == INFO
+        streams = [engine.submit(submit(f"r{i}", 20 + i)) for i in range(6)]
+        endless = engine.submit(submit("endless", 10**6))
+        for index, outputs in enumerate(await asyncio.gather(*map(collect, streams))):
+            assert [t for output in outputs for t in output.token_ids] == list(range(20 + index))
+            assert [o.finish_reason for o in outputs] == [None] * (20 + index) + ["length"]
+        engine.abort("endless")
+        engine.abort("never there")
+        assert (await collect(endless))[-1].finish_reason == "abort"
+        stats = await engine.stats()
+        assert stats["num_live"] == stats["num_streams"] == 0
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+def test_a_submission_that_the_actor_refuses_ends_its_stream_alone(ray_session):
+    async def body(engine):
+        good, bad, later = (engine.submit(submit(name, 3)) for name in ("good", "bad", "later"))
+        engine.abort("later")
+        (refused,) = await collect(bad)
+        assert refused.finish_reason == "error" and "failed long ago" in refused.error
+        assert (await collect(good))[-1].finish_reason == "length"
+        assert (await collect(later))[-1].finish_reason == "abort"
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+def test_an_abort_never_overtakes_its_submission(ray_session):
+    """A large batch travels another way than a small one, and arrives later."""
+
+    async def body(engine):
+        for turn in range(5):
+            stream = engine.submit(submit(f"large{turn}", 10**6, range(200_000)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            engine.abort(f"large{turn}")
+            assert (await asyncio.wait_for(collect(stream), 10))[-1].finish_reason == "abort"
+        assert (await engine.stats())["num_live"] == 0
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+def test_a_killed_engine_raises_on_every_stream_and_refuses_new_ones(ray_session):
+    import ray
+
+    async def body(engine):
+        streams = [engine.submit(submit(f"r{i}", 10**6)) for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        begun = time.monotonic()
+        ray.kill(engine._actor)
+        for result in await asyncio.gather(*map(collect, streams), return_exceptions=True):
+            assert isinstance(result, ExecutorLost)
+        assert time.monotonic() - begun < 5
+        with pytest.raises(ExecutorLost):
+            engine.submit(submit("late", 1))
+        engine.abort("r0")
+        with pytest.raises(ExecutorLost):
+            await engine.stats()
+
+    with_ray_engine(body)
