@@ -88,6 +88,6 @@ def test_mistakes_are_named(tmp_path, text, message):
 def test_a_missing_file_and_a_bad_override():
     with pytest.raises(ConfigError, match=r"cannot read nowhere\.yaml"):
         server_config(Path("nowhere.yaml"))
-    for override in ("port", "=1", "models.7.dtype=auto", "port.a=1", "port=[1"):
+    for override in ("port", "=1", "models.7.dtype=auto", "models.0.model.a=1", "port=[1"):
         with pytest.raises(ConfigError, match="--set"):
             server_config(overrides=[override])
