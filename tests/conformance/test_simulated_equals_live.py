@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -145,7 +146,7 @@ def test_event_logs_are_equal(num_requests, num_engines):
 
 def test_ties_and_failures_did_occur():
     log, _ = simulated(list(posts(400, seed=3)), 3)
-    steps = [(entry.time_s, entry.controller) for entry in log if isinstance(entry.what, Done)]
-    assert len({time for time, _ in steps}) < len(steps) / 1.5
+    ends = Counter(entry.time_s for entry in log if isinstance(entry.what, Done))
+    assert sum(count > 1 for count in ends.values()) > 100
     assert any(isinstance(entry.what, Failed) for entry in log)
     assert any(isinstance(entry.what, Timer) for entry in log)
