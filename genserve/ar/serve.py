@@ -49,7 +49,9 @@ def build_parts(config: ArConfig, on_progress: Progress | None = None) -> Engine
     loaded = load_model(
         source, dtype=config.dtype, device=device, attn_implementation=PAGED, on_progress=on_progress
     )
-    return assemble(config, loaded)
+    parts = assemble(config, loaded)
+    parts.worker.warm_up()
+    return parts
 
 
 def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:

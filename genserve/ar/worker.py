@@ -72,6 +72,13 @@ class ArWorker:
         self._make_matcher = make_matcher
         self._device = torch.device(device)
 
+    def warm_up(self) -> None:
+        """Run a prompt and a token and forget both: the first request must not wait for compilers."""
+        admit = Admit(0, (0, 0, 0), 3, SamplingParams(temperature=0, max_tokens=2))
+        self.perform(STEP, StepArgs((), (admit,), (Row(0, 0, 3, (0,), True),)))
+        self.perform(STEP, StepArgs((), (), (Row(0, 3, 1, (), True),)))
+        self.perform(STEP, StepArgs((0,), (), ()))
+
     def perform(self, op: str, args: Any) -> StepResult:
         """`args` is `StepArgs`; rows that fail alone are reported inside the result."""
         if op != STEP:
