@@ -14,32 +14,7 @@ from llvmlite import binding
 from numba import njit
 
 from genserve.core.models.kernels.threads import ThreadTeam
-from genserve.core.models.kernels.vector_ir import (
-    linear_1,
-    linear_1_bf16,
-    linear_2,
-    linear_2_bf16,
-    linear_3,
-    linear_3_bf16,
-    linear_4,
-    linear_4_bf16,
-    linear_5,
-    linear_5_bf16,
-    linear_6,
-    linear_6_bf16,
-    linear_7,
-    linear_7_bf16,
-    linear_8,
-    linear_8_bf16,
-    linear_9,
-    linear_9_bf16,
-    linear_10,
-    linear_10_bf16,
-    linear_11,
-    linear_11_bf16,
-    linear_12,
-    linear_12_bf16,
-)
+from genserve.core.models.kernels.vector_ir import ROWS_W2, multiply_w2, multiply_w2_bf16
 
 PANEL = 32
 # Inner indices per partial sum: keeps a panel's part in cache and the rounding error low.
@@ -47,62 +22,6 @@ _DEPTH = 256
 # Rows at a time over all panels.
 _TILE_ROWS = 96
 _BYTES = 4
-
-
-@njit(nogil=True, cache=True, boundscheck=False)
-def _block(num_rows, x, x_stride, panel, count, out, out_stride, ahead, step):
-    if num_rows == 1:
-        linear_1(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 2:
-        linear_2(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 3:
-        linear_3(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 4:
-        linear_4(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 5:
-        linear_5(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 6:
-        linear_6(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 7:
-        linear_7(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 8:
-        linear_8(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 9:
-        linear_9(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 10:
-        linear_10(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 11:
-        linear_11(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 12:
-        linear_12(x, x_stride, panel, count, out, out_stride, ahead, step)
-
-
-@njit(nogil=True, cache=True, boundscheck=False)
-def _block_bf16(num_rows, x, x_stride, panel, count, out, out_stride, ahead, step):
-    if num_rows == 1:
-        linear_1_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 2:
-        linear_2_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 3:
-        linear_3_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 4:
-        linear_4_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 5:
-        linear_5_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 6:
-        linear_6_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 7:
-        linear_7_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 8:
-        linear_8_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 9:
-        linear_9_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 10:
-        linear_10_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 11:
-        linear_11_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 12:
-        linear_12_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
 
 
 @njit(nogil=True, cache=True, boundscheck=False)
@@ -143,19 +62,20 @@ def _multiply(
                     at_x = x + row * x_stride + start * _BYTES
                     # While one part of a panel is multiplied the next is fetched: by one block of rows
                     # all of it, by two a half each.
-                    step = PANEL * weight_bytes // (1 if num_blocks == 1 else 2)
-                    ahead = at_w + count * PANEL * weight_bytes + min(block, 1) * count * step
+                    inner = PANEL * weight_bytes
+                    step = inner if num_blocks == 1 else inner // 2
+                    ahead = at_w + count * inner + min(block, 1) * count * step
                     at_out, size = target + row * stride, end - row
                     if weight_bytes == 4:
-                        _block(size, at_x, x_stride, at_w, count, at_out, stride, ahead, step)
+                        multiply_w2(size, at_x, x_stride, at_w, inner, count, at_out, stride, ahead, step)
                     else:
-                        _block_bf16(size, at_x, x_stride, at_w, count, at_out, stride, ahead, step)
+                        multiply_w2_bf16(size, at_x, x_stride, at_w, inner, count, at_out, stride, ahead, step)
                     row = end
 
 
-def _most_rows() -> int:
-    """Rows of sums that fit the vector registers: 32 of 16 floats with AVX-512, else fewer or shorter."""
-    return 12 if binding.get_host_cpu_features().get("avx512f", False) else 3
+def registers_are_wide() -> bool:
+    """Whether there are 32 registers of 16 floats (AVX-512), or fewer or shorter ones."""
+    return bool(binding.get_host_cpu_features().get("avx512f", False))
 
 
 class PackedLinear(torch.nn.Module):
@@ -179,7 +99,7 @@ class PackedLinear(torch.nn.Module):
         self._panels = (narrow if torch.equal(narrow.float(), panels) else panels).contiguous()
         self._bias = None if bias is None else bias.detach().clone()
         self._team = team
-        self._most_rows = _most_rows()
+        self._most_rows = ROWS_W2 if registers_are_wide() else 3
         self._tail = self.out_features % PANEL
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
