@@ -75,9 +75,7 @@ def _score_pages(queries, num, keys, scores, row_floats, pages, first_page, last
         at_out = scores + 64 * page
         step = PAGE * item
         if bf16:
-            multiply_w1_bf16(
-                num, queries, 4 * num_dims, at_keys, step, num_dims, at_out, stride, ahead, step
-            )
+            multiply_w1_bf16(num, queries, 4 * num_dims, at_keys, step, num_dims, at_out, stride, ahead, step)
         else:
             multiply_w1(num, queries, 4 * num_dims, at_keys, step, num_dims, at_out, stride, ahead, step)
 
@@ -145,9 +143,7 @@ def _sum_values(weights, num, row_floats, values, out, pages, first_page, end, s
                         size, at_w, stride, at_v, row_bytes, count, at_out, 4 * num_dims, ahead, 128
                     )
                 else:
-                    multiply_w4(
-                        size, at_w, stride, at_v, row_bytes, count, at_out, 4 * num_dims, ahead, 256
-                    )
+                    multiply_w4(size, at_w, stride, at_v, row_bytes, count, at_out, 4 * num_dims, ahead, 256)
                 row += size
             dim += 64
         while dim < num_dims:
@@ -245,9 +241,7 @@ def attend_rows(
                         own, at_own, own_begin, own_end, first_page, last_page, scale, softcap, lanes
                     )
                     inverses[item] = np.float32(1) / total
-                _sum_values(
-                    at_scores, num, row_floats, values, at_sums, pages, first_page, end, shape, wide
-                )
+                _sum_values(at_scores, num, row_floats, values, at_sums, pages, first_page, end, shape, wide)
                 for item in range(num):
                     token, head = row + item // num_heads_here, first_head + item % num_heads_here
                     at_out = out + 4 * (token * num_heads + head) * num_padded_dims

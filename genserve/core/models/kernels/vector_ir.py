@@ -124,6 +124,16 @@ def scale_16(context, values, factor, out):
 
 
 @intrinsic
+def widen_16(context, source, target):
+    """Sixteen bfloat16 to float32."""
+
+    def body(builder, source, target):
+        _store(builder, _load_bf16(builder, source), target)
+
+    return _void(2, body)
+
+
+@intrinsic
 def exp2_16(context, values, scale, shift, total):
     """values = 2 ** (values * scale - shift); total += values."""
 
