@@ -103,7 +103,9 @@ class ContinuousBatching:
             folder, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
         # No end-of-sequence id ever comes, so that every request runs to its length.
-        self.generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=96)
+        self.generation = GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=96
+        )
 
     def run(self, work):
         from transformers import ContinuousBatchingConfig
@@ -236,11 +238,13 @@ class Child:
         python = args.vllm_python if engine == "vllm" and args.vllm_python else sys.executable
         path = os.pathsep.join(filter(None, (str(HERE.parent.parent), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
-            [python, str(HERE), "--child", engine, "--folder", str(folder)]
-            + ["--num-requests", str(args.num_requests), "--vocab-size", str(vocab_size)],
+            [
+                *(python, str(HERE), "--child", engine, "--folder", str(folder)),
+                *("--num-requests", str(args.num_requests), "--vocab-size", str(vocab_size)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=open(args.out / f"{engine.replace(' ', '-')}.log", "w"),
+            stderr=open(args.out / f"{engine.replace(' ', '-')}.log", "w"),  # noqa: SIM115
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         )
@@ -324,7 +328,11 @@ def report(rows: list[dict], out: Path) -> None:
     table = "\n".join(lines)
     print(table)
     (out / "ar_throughput.md").write_text(table + "\n")
-    machine = {"processor": _processor(), "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    machine = {
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     (out / "ar_throughput.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
     _plot(rows, out / "ar_throughput.png")
 
@@ -356,7 +364,9 @@ def _plot(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["small", "smollm2"])
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--num-requests", type=int, default=32)

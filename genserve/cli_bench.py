@@ -91,7 +91,7 @@ def serve(
     from genserve.core.workload.presets import open_workload
 
     try:
-        loads = _loads(rate or [], concurrency or [])
+        loads = parse_loads(rate or [], concurrency or [])
         limits = SLO.parse(slo) if slo else None
         requests = open_workload(workload, num_requests, seed).scale_lengths(scale_lengths)
         requests = requests.clip_lengths(max_prompt_tokens or sys.maxsize, max_output_tokens or sys.maxsize)
@@ -114,7 +114,7 @@ def serve(
         raise typer.Exit(1)
 
 
-def _loads(rates: list[str], concurrencies: list[str]) -> list[Load]:
+def parse_loads(rates: list[str], concurrencies: list[str]) -> list[Load]:
     from genserve.core.errors import ConfigError
 
     if rates and concurrencies:

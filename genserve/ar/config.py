@@ -16,7 +16,7 @@ class ArConfig(Config):
 
     model      a built-in name, a Hugging Face folder or hub id, or a GGUF file.
     name       what clients call it; by default the built-in's or folder's own name.
-    dtype      auto: the checkpoint's own (fp16 becomes fp32 on a CPU).
+    dtype      auto: float32 on a CPU, else the checkpoint's own (bfloat16 for float16).
     device     auto: the GPU if torch sees one.
     kv_pool    bytes of the KV pool, allocated once ("512MiB", "4GB").
     max_context_tokens  at most the model's own, which is the default.

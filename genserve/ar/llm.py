@@ -132,9 +132,7 @@ class LLM:
         self._thread = threading.Thread(target=self._aio.run_forever, name="genserve-llm", daemon=True)
         self._thread.start()
         try:
-            self._llm: AsyncLLM | None = self._call(
-                AsyncLLM.start(model, on_progress=on_progress, **options)
-            )
+            self._llm: AsyncLLM | None = self._call(AsyncLLM.start(model, on_progress=on_progress, **options))
         except BaseException:
             self._stop_loop()
             raise
@@ -325,7 +323,9 @@ async def _collect(completion: Completion) -> Generation:
         async for delta in completion:
             texts.setdefault(delta.index, []).append(delta.text)
             tokens.setdefault(delta.index, []).extend(delta.token_ids)
-            logprobs.setdefault(delta.index, []).extend(entry for entry in delta.logprobs if entry is not None)
+            logprobs.setdefault(delta.index, []).extend(
+                entry for entry in delta.logprobs if entry is not None
+            )
             if delta.finish_reason is not None:
                 reasons[delta.index] = delta.finish_reason
     (request,) = completion.requests

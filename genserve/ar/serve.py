@@ -49,7 +49,9 @@ def build_parts(config: ArConfig, on_progress: Progress | None = None) -> Engine
     loaded = load_model(
         source, dtype=config.dtype, device=device, attn_implementation=PAGED, on_progress=on_progress
     )
-    return assemble(config, loaded)
+    parts = assemble(config, loaded)
+    parts.worker.warm_up()
+    return parts
 
 
 def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
@@ -87,9 +89,7 @@ def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
             optimize_for_cpu(loaded.model, team)
         backend = CpuAttention(loaded.layer_specs, num_pages, loaded.dtype, team)
     else:
-        backend = ReferenceAttention(
-            loaded.layer_specs, num_pages, loaded.dtype, PAGE_TOKENS, loaded.device
-        )
+        backend = ReferenceAttention(loaded.layer_specs, num_pages, loaded.dtype, PAGE_TOKENS, loaded.device)
 
     @cache
     def grammars() -> GrammarCompiler:  # reads the whole vocabulary: only once somebody asks
@@ -144,9 +144,7 @@ async def build_and_start(config: ArConfig) -> EngineClient:
     return await start_local(build_parts(config))
 
 
-async def start_engine(
-    config: ArConfig, on_progress: Progress | None = None
-) -> tuple[EngineClient, Any]:
+async def start_engine(config: ArConfig, on_progress: Progress | None = None) -> tuple[EngineClient, Any]:
     """Start the engine where `config.executor` says; returns it with the Hugging Face tokenizer."""
     import asyncio
 

@@ -72,9 +72,7 @@ def simulate(
                 "clip the lengths or enlarge the pool"
             )
     recorder = Recorder()
-    requests = RequestLog(
-        recorder, max_timelines=len(workload.requests), keep_token_times=keep_token_times
-    )
+    requests = RequestLog(recorder, max_timelines=len(workload.requests), keep_token_times=keep_token_times)
 
     def gateway(now: float, outputs: tuple[TokenOutput, ...]) -> None:
         for output in outputs:

@@ -37,7 +37,10 @@ class _Slot:
         self.error = error
         self.token_ids = list(admit.token_ids)
         self.num_pages = 0
-        prompt, output = admit.token_ids[: admit.num_prompt_tokens], admit.token_ids[admit.num_prompt_tokens :]
+        prompt, output = (
+            admit.token_ids[: admit.num_prompt_tokens],
+            admit.token_ids[admit.num_prompt_tokens :],
+        )
         self.sampler = SamplerState(admit.sampling, prompt, output, matcher)
 
 
@@ -68,6 +71,13 @@ class ArWorker:
         self._num_valid_tokens = num_valid_tokens
         self._make_matcher = make_matcher
         self._device = torch.device(device)
+
+    def warm_up(self) -> None:
+        """Run a prompt and a token and forget both: the first request must not wait for compilers."""
+        admit = Admit(0, (0, 0, 0), 3, SamplingParams(temperature=0, max_tokens=2))
+        self.perform(STEP, StepArgs((), (admit,), (Row(0, 0, 3, (0,), True),)))
+        self.perform(STEP, StepArgs((), (), (Row(0, 3, 1, (), True),)))
+        self.perform(STEP, StepArgs((0,), (), ()))
 
     def perform(self, op: str, args: Any) -> StepResult:
         """`args` is `StepArgs`; rows that fail alone are reported inside the result."""
@@ -148,7 +158,9 @@ class ArWorker:
         logits_RV: torch.Tensor,
         owners: list[tuple[int, int]],
     ) -> StepResult:
-        sampling = [(row, first + count - 1) for row, (first, count) in zip(rows, owners, strict=True) if row.sample]
+        sampling = [
+            (row, first + count - 1) for row, (first, count) in zip(rows, owners, strict=True) if row.sample
+        ]
         last_rows = [at for _, at in sampling]
         states = [self._slot(row.slot).sampler for row, _ in sampling]
         chosen_from = logits_RV if len(last_rows) == len(logits_RV) else logits_RV[last_rows]

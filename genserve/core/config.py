@@ -32,10 +32,10 @@ def load(kind: type[C], path: str | Path | None = None, overrides: Sequence[str]
     source = "configuration"
     if path is not None:
         source = str(path)
-        data = _read_yaml(Path(path))
+        data = read_yaml(Path(path))
     data.update({key: value for key, value in values.items() if value is not None})
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override)
     return parse(kind, data, source)
 
 
@@ -59,7 +59,8 @@ def describe(error: ValidationError) -> str:
     return "; ".join(problems)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, empty if the file is; `ConfigError` if there is none."""
     import yaml
 
     try:
@@ -75,8 +76,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
-    """Set one dotted key, list positions included; the value is read as YAML."""
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one dotted key of `data` in place, list positions included; the value is read as YAML."""
     import yaml
 
     key, separator, text = override.partition("=")
@@ -91,7 +92,10 @@ def _apply(data: dict[str, Any], override: str) -> None:
             target = target.setdefault(part, {})
         if not isinstance(target, dict | list):
             raise ConfigError(f"--set {override}: {part} is not a mapping or list")
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: the value is not YAML") from error
     if isinstance(target, list):
         target[_position(target, last, override)] = value
     else:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from genserve.core.errors import ExecutorLost, Overloaded
+from genserve.core.errors import ExecutorLost, GenserveError, Overloaded
 from genserve.core.types import EngineInfo, FinishReason, Submit, TokenLogprobs, TokenOutput
 
 _CORPUS = [
@@ -108,10 +108,15 @@ class ScriptedEngine:
         self._live: dict[str, _Sequence] = {}
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
+        self.lost: GenserveError | None = None
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def failure(self) -> GenserveError | None:
+        return self.lost  # tests set it
 
     @property
     def num_live(self) -> int:
@@ -119,6 +124,8 @@ class ScriptedEngine:
         return len(self._live)
 
     def submit(self, request: Submit) -> AsyncIterator[TokenOutput]:
+        if self.lost is not None:
+            raise self.lost
         if len(self._live) >= self._info.max_queued_requests:
             raise Overloaded("the engine's queue is full", retry_after_s=2.0)
         if request.request_id in self._live:
@@ -138,6 +145,8 @@ class ScriptedEngine:
             sequence.outputs.put_nowait(TokenOutput(request_id, finish_reason="abort"))
 
     async def stats(self) -> dict[str, float]:
+        if self.lost is not None:
+            raise self.lost
         return {
             "num_live": float(len(self._live)),
             "num_submitted": float(len(self.submitted)),

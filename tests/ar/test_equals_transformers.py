@@ -93,7 +93,11 @@ def test_prefix_cache_hit_partial_hit_and_eviction_equal_cold():
         assert driver.tokens(name) == greedy(model, prompt, 8)[0]
     cached = {name: driver.outputs[name][0].num_cached_tokens for name in texts}
     assert cached == {"cold": 0, "hit": 48, "partial": 32, "longer": 64}
-    small = Driver(tiny_parts("llama", model=make_tiny_model("llama", 1), kv_pool=6 * page_size_bytes("llama", torch.float32)))
+    small = Driver(
+        tiny_parts(
+            "llama", model=make_tiny_model("llama", 1), kv_pool=6 * page_size_bytes("llama", torch.float32)
+        )
+    )
     for turn in range(3):
         for index, prompt in enumerate(prompts()):
             small.run(submit(f"{turn}/{index}", prompt, sampling))

@@ -105,7 +105,10 @@ def test_timeout(llm):
 
 def test_sampling_object_and_overrides(llm):
     sampling = SamplingParams(temperature=0, max_tokens=5)
-    assert llm.generate("abc", sampling=sampling).outputs == llm.generate("abc", temperature=0, max_tokens=5).outputs
+    assert (
+        llm.generate("abc", sampling=sampling).outputs
+        == llm.generate("abc", temperature=0, max_tokens=5).outputs
+    )
     assert len(llm.generate("abc", sampling=sampling, max_tokens=2).outputs[0].token_ids) == 2
 
 
@@ -113,7 +116,8 @@ def test_threads_share_one_llm(llm):
     expected = llm.generate("abc", max_tokens=8, seed=2).outputs
     got = []
     threads = [
-        threading.Thread(target=lambda: got.append(llm.generate("abc", max_tokens=8, seed=2).outputs)) for _ in range(6)
+        threading.Thread(target=lambda: got.append(llm.generate("abc", max_tokens=8, seed=2).outputs))
+        for _ in range(6)
     ]
     for thread in threads:
         thread.start()

@@ -54,7 +54,9 @@ def companions(seed, count):
     for index in range(count):
         prompt = [source.randrange(3, 300) for _ in range(source.randrange(1, 60))]
         sampling = SamplingParams(
-            temperature=source.choice([0, 1.0]), seed=source.randrange(1 << 60), max_tokens=source.randrange(1, 50)
+            temperature=source.choice([0, 1.0]),
+            seed=source.randrange(1 << 60),
+            max_tokens=source.randrange(1, 50),
         )
         yield submit(f"companion {index}", prompt, sampling)
 
@@ -82,7 +84,11 @@ SETTINGS = {
     "one at a time": {"max_running": 1, "budget_tokens": 5},
     "no cache": {"prefix_cache": False},
     "few pages": {"kv_pool": 9 * PAGE_BYTES},
-    "few pages, no cache, small chunks": {"kv_pool": 9 * PAGE_BYTES, "prefix_cache": False, "budget_tokens": 17},
+    "few pages, no cache, small chunks": {
+        "kv_pool": 9 * PAGE_BYTES,
+        "prefix_cache": False,
+        "budget_tokens": 17,
+    },
 }
 
 
@@ -141,7 +147,9 @@ def test_a_grammar_that_cannot_be_built_fails_its_request_alone(budget_tokens):
     sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     broken = SamplingParams(temperature=0, max_tokens=5, grammar=Grammar("regex", "a"))
     prompt = list(range(10, 60))
-    driver.run(submit("good", [5, 6], sampling), submit("broken", prompt, broken), submit("too", prompt, sampling))
+    driver.run(
+        submit("good", [5, 6], sampling), submit("broken", prompt, broken), submit("too", prompt, sampling)
+    )
     assert driver.outputs["broken"][-1].finish_reason == "error"
     assert "grammar" in driver.outputs["broken"][-1].error and driver.tokens("broken") == []
     assert len(driver.tokens("good")) == len(driver.tokens("too")) == 5

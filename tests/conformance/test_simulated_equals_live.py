@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -80,7 +81,9 @@ def controllers(num_engines):
         def decide(self, now):
             for effect in super().decide(now):
                 yield (
-                    Run(self.lane, effect.run_id, effect.op, effect.args) if isinstance(effect, Run) else effect
+                    Run(self.lane, effect.run_id, effect.op, effect.args)
+                    if isinstance(effect, Run)
+                    else effect
                 )
 
     engines = {f"engine{i}": Lane(f"lane{i}") for i in range(num_engines)}
@@ -116,7 +119,9 @@ def live(work, num_engines):
         )
         # One callback an instant: asyncio does not keep the order of timers of equal time.
         for at_s, group in groupby(sorted(work, key=lambda item: item[0]), key=lambda item: item[0]):
-            aio.call_at(at_s, lambda bodies: [loop.post("router", body) for body in bodies], [b for _, b in group])
+            aio.call_at(
+                at_s, lambda bodies: [loop.post("router", body) for body in bodies], [b for _, b in group]
+            )
         await asyncio.sleep(max(at_s for at_s, _ in work) + 1e6)
         assert loop.fatal is None
 
@@ -141,7 +146,7 @@ def test_event_logs_are_equal(num_requests, num_engines):
 
 def test_ties_and_failures_did_occur():
     log, _ = simulated(list(posts(400, seed=3)), 3)
-    steps = [(entry.time_s, entry.controller) for entry in log if isinstance(entry.what, Done)]
-    assert len({time for time, _ in steps}) < len(steps) / 1.5
+    ends = Counter(entry.time_s for entry in log if isinstance(entry.what, Done))
+    assert sum(count > 1 for count in ends.values()) > 100
     assert any(isinstance(entry.what, Failed) for entry in log)
     assert any(isinstance(entry.what, Timer) for entry in log)

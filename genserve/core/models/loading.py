@@ -140,13 +140,16 @@ def load_model(
 ) -> LoadedModel:
     """Load a model and its tokenizer; a built-in is fetched first if need be.
 
-    `dtype` "auto" is the checkpoint's own if that is fp32 or bf16; fp16 becomes fp32 on CPU and
-    bf16 elsewhere; GGUF becomes bf16. `attn_implementation` None is transformers' choice for the
+    `dtype` "auto" is fp32 on a CPU (where bf16 checkpoints lose nothing by it, and the kernels read
+    their weights as bf16 all the same); elsewhere the checkpoint's own, with bf16 for fp16. `attn_implementation` None is transformers' choice for the
     model. Errors are `ConfigError` (cannot be loaded or served, with
     the reason) or `ModelNotFound`.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    target = torch.device(device)
+    if dtype == "auto" and target.type == "cpu":
+        dtype = "float32"
     if isinstance(source, str):
         source = resolve(source)
     location = source.location
@@ -155,12 +158,11 @@ def load_model(
 
         location = str(fetch(source.name, on_progress))
     try:
-        target = torch.device(device)
         model: Any  # transformers wraps `to` in a way that type checkers misread
         if source.kind == "gguf":
             model, tokenizer = load_gguf(Path(location), "bfloat16" if dtype == "auto" else dtype)
         else:
-            model, tokenizer = _load_folder(location, dtype, target, source.name)
+            model, tokenizer = _load_folder(location, dtype, source.name)
         model.to(target)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
@@ -254,7 +256,7 @@ def check_servable(config: PretrainedConfig, name: str) -> None:
 
 
 def _load_folder(
-    location: str, dtype: Dtype, device: torch.device, name: str
+    location: str, dtype: Dtype, name: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -264,7 +266,7 @@ def _load_folder(
         tokenizer = AutoTokenizer.from_pretrained(location)
         model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=_DTYPES.get(dtype, "auto"))
     if dtype == "auto" and model.dtype not in _DTYPES.values():
-        model.to(torch.float32 if device.type == "cpu" else torch.bfloat16)
+        model.to(torch.bfloat16)
     return model, tokenizer
 
 

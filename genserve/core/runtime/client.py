@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from genserve.core.errors import GenserveError
 from genserve.core.types import EngineInfo, Submit, TokenOutput
+
+# Entries of `EngineClient.stats` that only grow; the others are levels.
+COUNTER_STATS = frozenset(
+    {
+        *("num_steps", "num_preemptions", "num_evictions"),
+        *("num_prefill_tokens", "num_decode_tokens", "num_cached_tokens"),
+    }
+)
 
 
 class EngineClient(Protocol):
@@ -16,6 +25,11 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def failure(self) -> GenserveError | None:
+        """Why the engine can serve no more; None while it can."""
+        ...
 
     def submit(self, request: Submit) -> AsyncIterator[TokenOutput]:
         """Hand a sequence over, at once, and iterate over what it yields.

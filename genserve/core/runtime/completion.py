@@ -98,7 +98,9 @@ class Completer:
         from genserve.core.models.grammar import validate_grammar
 
         if not self.engine.info.eos_token_ids:
-            raise InvalidRequest(grammar.kind, "the model has no end-of-sequence token, without which none can end")
+            raise InvalidRequest(
+                grammar.kind, "the model has no end-of-sequence token, without which none can end"
+            )
         validate_grammar(grammar, grammar.kind)
 
     def complete(self, *requests: CompletionRequest) -> Completion:

@@ -35,6 +35,7 @@ class LocalEngine:
         self._info = info
         self._controller = controller
         self._streams = StreamTable()
+        self._failure: GenserveError | None = None
         self._loop = LiveLoop(
             {ENGINE: controller},
             executors,
@@ -47,7 +48,13 @@ class LocalEngine:
     def info(self) -> EngineInfo:
         return self._info
 
+    @property
+    def failure(self) -> GenserveError | None:
+        return self._failure
+
     def submit(self, request: Submit) -> AsyncIterator[TokenOutput]:
+        if self._failure is not None:
+            raise self._failure
         stream = self._streams.open(request.request_id)
         self._loop.post(ENGINE, request)
         return stream
@@ -64,7 +71,7 @@ class LocalEngine:
         self._streams.fail_all(ExecutionFailed("the engine was closed"))
 
     def _on_fatal(self, error: BaseException) -> None:
-        cause = error if isinstance(error, GenserveError) else None
-        self._streams.fail_all(
-            cause or ExecutionFailed(f"the engine's controller failed: {type(error).__name__}: {error}")
-        )
+        if not isinstance(error, GenserveError):
+            error = ExecutionFailed(f"the engine's controller failed: {type(error).__name__}: {error}")
+        self._failure = error
+        self._streams.fail_all(error)

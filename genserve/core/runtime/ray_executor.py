@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from genserve.core.control import Done, Failed, Run
-from genserve.core.errors import ConfigError, ExecutorLost
+from genserve.core.errors import ConfigError, ExecutorLost, GenserveError
 from genserve.core.runtime.client import EngineClient
 from genserve.core.runtime.executors import Report, Worker
 from genserve.core.runtime.streams import StreamTable
@@ -69,7 +69,7 @@ class RayExecutor:
     ) -> RayExecutor:
         """Start an actor whose worker is `build(*args)`, and wait until it is built."""
         ensure_ray()
-        actor = WorkerActor.options(**(options or {})).remote(build, args)
+        actor = WorkerActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
         await _built(actor.ready.remote())
         return cls(actor)
 
@@ -98,11 +98,13 @@ async def _ended(run: Run, result: Any) -> Done | Failed:
         return Failed(run.lane, run.run_id, f"{type(error).__name__}: {error}")
 
 
-@ray.remote(num_cpus=0, max_concurrency=1000)
+@ray.remote(num_cpus=0, max_concurrency=1000)  # type: ignore[call-overload]
 class EngineActor:
     """A whole engine on this actor's event loop. The driver posts batches and polls for batches."""
 
-    async def __init__(self, build: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it, on the actor's loop
+        self, build: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
         self._build, self._args = build, args
         self._engine: EngineClient | None = None
         self._outputs: list[TokenOutput] = []
@@ -183,6 +185,7 @@ class RayEngine:
         self._submits: list[Submit] = []
         self._aborts: list[str] = []
         self._num_batches = 0
+        self._failure: GenserveError | None = None
         self._pump = self._aio.create_task(self._poll_forever())
 
     @classmethod
@@ -191,14 +194,20 @@ class RayEngine:
     ) -> RayEngine:
         """Start an actor whose engine is `await build(*args)`, and wait until it is built."""
         ensure_ray()
-        actor = EngineActor.options(**(options or {})).remote(build, args)
+        actor = EngineActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
         return cls(actor, await _built(actor.start.remote()))
 
     @property
     def info(self) -> EngineInfo:
         return self._info
 
+    @property
+    def failure(self) -> GenserveError | None:
+        return self._failure
+
     def submit(self, request: Submit) -> AsyncIterator[TokenOutput]:
+        if self._failure is not None:
+            raise self._failure
         stream = self._streams.open(request.request_id)
         self._submits.append(request)
         self._ask_flush()
@@ -224,17 +233,22 @@ class RayEngine:
                 outputs, failures = await self._actor.poll.remote()
                 self._streams.route(outputs)
                 self._streams.route(
-                    TokenOutput(request_id, finish_reason="error", error=error) for request_id, error in failures
+                    TokenOutput(request_id, finish_reason="error", error=error)
+                    for request_id, error in failures
                 )
         except RayActorError as error:
             logger.error("engine actor of %s lost: %s", self._info.model, error)
-            self._streams.fail_all(ExecutorLost(f"the engine's process is gone: {error}"))
+            self._fail(ExecutorLost(f"the engine's process is gone: {error}"))
         except RayTaskError as error:
             logger.error("engine actor of %s failed: %s", self._info.model, error)
-            self._streams.fail_all(ExecutorLost(f"the engine's process failed: {_cause(error)}"))
+            self._fail(ExecutorLost(f"the engine's process failed: {_cause(error)}"))
         except Exception as error:  # whatever else Ray may raise: nobody may wait for ever
             logger.exception("engine actor of %s cannot be reached", self._info.model)
-            self._streams.fail_all(ExecutorLost(f"the engine's process cannot be reached: {error}"))
+            self._fail(ExecutorLost(f"the engine's process cannot be reached: {error}"))
+
+    def _fail(self, error: GenserveError) -> None:
+        self._failure = error
+        self._streams.fail_all(error)
 
     async def stats(self) -> dict[str, float]:
         try:

@@ -32,7 +32,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if not self._ready:  # type: ignore[attr-defined]
             while scheduled and scheduled[0].cancelled():
                 heapq.heappop(scheduled)._scheduled = False
-                self._timer_cancelled_count -= 1
+                self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
             if scheduled:
                 self._jump(max(self._now_s, scheduled[0].when()))
             elif not self._stopping:  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from genserve.core.runtime.completion import Completion
 from genserve.core.server import sse
 from genserve.core.server.auth import ApiKeyAuth
 from genserve.core.server.body_limit import BodyLimit
+from genserve.core.server.engine_metrics import EngineMetrics
 from genserve.core.server.gateway import Gateway, ServedModel
 from genserve.core.server.http_errors import error_body, error_headers, error_object, http_form
 from genserve.core.server.http_metrics import CountRequests, HttpMetrics
@@ -44,8 +45,9 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     registry: CollectorRegistry | None = None,
 ) -> FastAPI:
-    """The application over `gateway`; HTTP instruments go into `registry`, which `/metrics` exposes."""
+    """The application over `gateway`; HTTP and engine instruments go into `registry`, which `/metrics` exposes."""
     metrics = HttpMetrics(registry)
+    engine_metrics = EngineMetrics([model.completer.engine for model in gateway.models], metrics.registry)
     app = FastAPI(title="genserve", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.state.metrics = metrics
@@ -97,10 +99,14 @@ def create_app(
     async def health() -> Response:
         if gateway.is_draining:
             return JSONResponse({"status": "draining"}, status_code=503)
+        lost = {m.name: str(error) for m in gateway.models if (error := m.completer.engine.failure)}
+        if lost:
+            return JSONResponse({"status": "engine lost", "models": lost}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def prometheus() -> Response:
+        await engine_metrics.refresh()
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from genserve.core.metrics.summary import SLO, Distribution, Summary, to_plain
+from genserve.core.metrics.report import summary_table, write_plots
+from genserve.core.metrics.summary import SLO, Summary, to_plain
 from genserve.core.server.loadgen import LoadResult, Target
 from genserve.core.workload.workload import WorkloadSummary
 
@@ -109,38 +110,15 @@ class BenchReport:
 def report_table(report: BenchReport) -> RenderableType:
     """The report as a rich table, a row per load, and its warnings below."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{report.target.model} at {report.target.base_url}, workload {report.workload.name}")
-    headings = ["load", "ok / sent", "req/s", "out tok/s"]
-    headings += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99", "end to end p50 / p90 / p99"]
-    if report.slo is not None:
-        headings += ["within SLO", "goodput req/s"]
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right")
-    for point in report.points:
-        summary = point.summary
-        row = [
-            point.label,
-            f"{summary.num_ok} / {summary.num_requests}",
-            f"{summary.requests_per_s:.3g}",
-            f"{summary.output_tokens_per_s:.4g}",
-            *(_percentiles(values) for values in (summary.ttft_s, summary.tpot_s, summary.e2e_s)),
-        ]
-        if report.slo is not None:
-            attained, good = summary.slo_attainment, summary.goodput_per_s
-            row += ["-" if attained is None else f"{attained:.1%}", "-" if good is None else f"{good:.3g}"]
-        table.add_row(*row)
-    if report.slo is not None:
-        table.caption = f"SLO: {report.slo} (seconds)"
+    title = f"{report.target.model} at {report.target.base_url}, workload {report.workload.name}"
+    table = summary_table(title, [(point.label, point.summary) for point in report.points], report.slo)
     return Group(table, *(Text(f"! {warning}", style="yellow") for warning in report.warnings))
 
 
 def write_report(report: BenchReport, directory: str | Path) -> list[Path]:
     """Write `report.json`, `requests.jsonl` (a line per request) and plots; returns what was written."""
-    from genserve.core.metrics import plots
-
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     written = [directory / "report.json", directory / "requests.jsonl"]
@@ -151,21 +129,7 @@ def write_report(report: BenchReport, directory: str | Path) -> list[Path]:
                 row = {"point": point.label, **to_plain(asdict(timeline))}
                 file.write(json.dumps(row, allow_nan=False) + "\n")
     title = f"{report.target.model}, {report.workload.name}"
-    series = {"TTFT": "ttft_s", "TPOT": "tpot_s", "end to end": "e2e_s"}
-    for name, attribute in series.items():
-        latencies = {
-            point.label: [
-                value
-                for timeline in point.result.timelines
-                if timeline.ok and (value := getattr(timeline, attribute)) is not None
-            ]
-            for point in report.points
-        }
-        path = directory / f"{attribute.removesuffix('_s')}_cdf.png"
-        written.append(plots.latency_cdf(latencies, path, xlabel=f"{name} (s)", title=title))
-    for index, point in enumerate(report.points):
-        path = directory / f"timeline_{index}.png"
-        written.append(plots.timeline(point.result.timelines, path, title=f"{title}, {point.label}"))
+    written += write_plots(directory, title, {point.label: point.result.timelines for point in report.points})
     if len(report.points) > 1:
         written.append(_sweep_plot(report.points, directory / "sweep.png", title))
     return written
@@ -178,13 +142,3 @@ def _sweep_plot(points: Sequence[BenchPoint], path: Path, title: str) -> Path:
     xlabel = "requests in flight" if closed else "offered load (requests/s)"
     drawable = [(point.load, point.summary) for point in points if math.isfinite(point.load)]
     return plots.rate_sweep(drawable, path, xlabel=xlabel, title=title)
-
-
-def _percentiles(values: Distribution) -> str:
-    return " / ".join(_duration(value) for value in (values.p50, values.p90, values.p99))
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

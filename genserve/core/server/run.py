@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from genserve.core.errors import ConfigError
 from genserve.core.server.gateway import Gateway
 
 if TYPE_CHECKING:
@@ -28,16 +29,20 @@ _ABORT_GRACE_S = 2  # for streams that were just aborted to say so
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one (ask `getsockname`)."""
+    """A listening socket; port 0 takes a free one (ask `getsockname`). `ConfigError` if it is taken.
+
+    Clients that connect before `serve` wait until it answers.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError:
+        sock.listen(2048)
+    except OSError as error:
         sock.close()
-        raise
-    sock.listen(2048)
+        what = error.strerror or str(error)
+        raise ConfigError(f"host, port: cannot listen on {host}:{port}: {what}") from error
     sock.setblocking(False)
     return sock
 
@@ -66,6 +71,7 @@ async def serve(
     *,
     drain_timeout_s: float = 30.0,
     on_started: Callable[[], None] = lambda: None,
+    on_draining: Callable[[int], None] = lambda num_inflight: None,
     on_stopped: Callable[[], Awaitable[None]] | None = None,
     handle_signals: bool = True,
     stop: asyncio.Event | None = None,
@@ -73,7 +79,8 @@ async def serve(
 ) -> None:
     """Serve on `sock` until SIGTERM, SIGINT or `stop`, drain, and return once all is closed.
 
-    `on_stopped` frees the engines; it runs last, also after an error. With `handle_signals` this must be
+    `on_draining` is told how many requests are in flight when the drain begins. `on_stopped` frees the
+    engines; it runs last, also after an error. With `handle_signals` this must be
     the main thread's loop.
     """
     server = _Server(_config(app, log_level))
@@ -92,6 +99,7 @@ async def serve(
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             num_inflight = gateway.num_inflight_requests
+            on_draining(num_inflight)
             _log.info("draining %d requests, for %g s at most", num_inflight, drain_timeout_s)
             if not await gateway.drain(drain_timeout_s):
                 _log.warning("drain timed out; the remaining requests were aborted")

@@ -8,8 +8,8 @@ from genserve.core.models.attention.backend import AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
 from genserve.core.models.attention.cpu import CpuAttention
 from genserve.core.models.attention.reference import ReferenceAttention
-from genserve.core.models.layers import LayerSpec
 from genserve.core.models.kernels.threads import ThreadTeam
+from genserve.core.models.layers import LayerSpec
 
 CASES = [
     # query heads, KV heads, head dim, window, softcap
@@ -102,7 +102,9 @@ def test_leftovers_of_others_never_leak():
     batch = PagedBatch.pack([(0, 0, 5)], table)
     backend.write(0, good, good, batch)
     out = backend.attend(0, good, batch, AttentionRule(0.25))
-    torch.testing.assert_close(out.double(), dense(good, good, good, AttentionRule(0.25)), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        out.double(), dense(good, good, good, AttentionRule(0.25)), atol=1e-6, rtol=1e-6
+    )
 
 
 def test_a_row_does_not_depend_on_chunking_or_company():

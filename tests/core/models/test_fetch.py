@@ -35,7 +35,7 @@ def test_fetch_then_load_gives_the_weights_of_the_file(tiny: BuiltinModel, tmp_p
     assert {name.split("/")[0] for name in files(cache)} == {"models", "tiny-test.lock"}
     assert not list(tmp_path.rglob("escape.txt"))
 
-    loaded = load_model("tiny-test")
+    loaded = load_model("tiny-test", dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16 and loaded.name == "tiny-test"
     assert loaded.eos_token_ids == (2,) and loaded.tokenizer is not None
     assert loaded.tokenizer.chat_template is not None
@@ -49,8 +49,8 @@ def test_a_gguf_file_loads_to_the_same_logits_as_its_converted_folder(
     tiny: BuiltinModel, tiny_gguf: Path
 ) -> None:
     ids = torch.tensor([[5, 60, 70, 80, 90]])
-    direct = load_model(str(tiny_gguf))
-    converted = load_model(str(fetch("tiny-test")))
+    direct = load_model(str(tiny_gguf), dtype="bfloat16")
+    converted = load_model(str(fetch("tiny-test")), dtype="bfloat16")
     assert direct.dtype == converted.dtype == torch.bfloat16
     assert torch.equal(direct.model(ids).logits, converted.model(ids).logits)
     assert direct.tokenizer.encode("the rivers, é") == converted.tokenizer.encode("the rivers, é")

@@ -31,6 +31,19 @@ def test_a_row_does_not_depend_on_its_batch(most_rows):
         assert torch.equal(packed(x[first:last]), whole[first:last])
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 12, 100])
+def test_bf16_weights_give_the_float32_results_bit_for_bit(num_rows):
+    torch.manual_seed(0)
+    weight = torch.randn(70, 300).bfloat16().float()
+    narrow = PackedLinear(weight, None, ThreadTeam())
+    assert narrow._panels.dtype is torch.bfloat16
+    weight[0, 0] += 1e-4
+    wide = PackedLinear(weight, None, ThreadTeam())
+    assert wide._panels.dtype is torch.float32
+    x = torch.randn(num_rows, 300)
+    assert torch.equal(narrow(x)[:, 1:], wide(x)[:, 1:])
+
+
 def test_narrow_and_wide_registers_agree_bit_for_bit():
     """So that results do not depend on the processor's vector width."""
     torch.manual_seed(0)

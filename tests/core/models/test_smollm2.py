@@ -16,7 +16,7 @@ pytestmark = pytest.mark.smollm2
 
 @pytest.fixture(scope="module")
 def smollm2() -> LoadedModel:
-    return load_model("smollm2")
+    return load_model("smollm2", dtype="bfloat16")
 
 
 def chat_ids(loaded: LoadedModel, text: str) -> list[int]:

@@ -114,7 +114,7 @@ def test_a_client_that_goes_in_any_state_frees_everything(gated, state, stream):
             stats = served.stats()
             assert {name: stats[name] for name in expected} == expected
             assert stats["num_sequences"] == stats["num_streams"] == n
-            assert 0 < stats["num_used_pages"] and stats["num_leases"] == stats["num_running"]
+            assert stats["num_used_pages"] > 0 and stats["num_leases"] == stats["num_running"]
         # The step is still in flight: nobody waits for it to give back what the client held.
         assert served.settled()
         assert gate.num_entered == before + num_steps + 1
@@ -135,9 +135,7 @@ def test_a_client_that_goes_while_it_waits_leaves_the_others_alone(gated, stream
     try:
         got = {}
         hog = threading.Thread(
-            target=lambda: got.update(
-                streamed(served.client, **GREEDY, prompt="hog", max_tokens=30, n=2)[0]
-            )
+            target=lambda: got.update(streamed(served.client, **GREEDY, prompt="hog", max_tokens=30, n=2)[0])
         )
         hog.start()
         wait_until(lambda: gate.num_entered == before + 1)
@@ -229,7 +227,12 @@ def test_constrained_answers_parse_streamed_or_not(served, seed):
         ({"guided_json": {"type": "nonsense"}}, "guided_json"),
         ({"guided_json": '{"type": 5}'}, "guided_json"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "x"}},
+                }
+            },
             "response_format",
         ),
     ],
@@ -272,7 +275,9 @@ def test_prefix_cache_hit_partial_hit_and_eviction_give_the_same_text(served):
         ask(prompt)
     assert served.stats()["num_evictions"] > 0
     again = {name: ask(prompt) for name, prompt in prompts.items()}
-    assert {name: text for name, (text, _) in again.items()} == {name: text for name, (text, _) in first.items()}
+    assert {name: text for name, (text, _) in again.items()} == {
+        name: text for name, (text, _) in first.items()
+    }
     assert again["cold"][1] < 96
 
 
@@ -329,7 +334,10 @@ def test_a_signal_lets_real_requests_finish(tiny_folder, number):
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{int(process.stdout.readline())}/v1", api_key="x", timeout=30, max_retries=0
+            base_url=f"http://127.0.0.1:{int(process.stdout.readline())}/v1",
+            api_key="x",
+            timeout=30,
+            max_retries=0,
         )
         options = {**GREEDY, "prompt": "hi", "max_tokens": 240}
         expected = client.completions.create(**options).choices[0].text

@@ -6,6 +6,8 @@ gives the same on random inputs. Whatever is not recognised stays as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -37,7 +39,9 @@ class RmsNorm(torch.nn.Module):
 class GatedMlp(torch.nn.Module):
     """`down(silu(gate(x)) * up(x))`, gate and up as one product."""
 
-    def __init__(self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear, team: ThreadTeam) -> None:
+    def __init__(
+        self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear, team: ThreadTeam
+    ) -> None:
         super().__init__()
         biases = [layer.bias for layer in (gate, up)]
         bias = None if biases[0] is None or biases[1] is None else torch.cat([b.detach() for b in biases])
@@ -66,7 +70,7 @@ def optimize_for_cpu(model: torch.nn.Module, team: ThreadTeam) -> dict[str, int]
 
 
 def _as_norm(module: torch.nn.Module) -> torch.nn.Module | None:
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not (_is_plain(weight) and weight.ndim == 1 and isinstance(eps, float)) or list(module.children()):
         return None
@@ -82,7 +86,7 @@ def _as_norm(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _as_mlp(module: torch.nn.Module, team: ThreadTeam) -> torch.nn.Module | None:
-    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    layers: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(type(layer) is torch.nn.Linear and _is_plain(layer.weight) for layer in layers):
         return None
     gate, up, down = layers

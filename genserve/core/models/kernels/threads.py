@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 # Multiply-adds under which a second thread costs more than it brings.
 _MIN_WORK_PER_THREAD = 2_000_000
@@ -33,7 +34,7 @@ class ThreadTeam:
         if len(cuts) == 2 or self._others is None:
             part(cuts[0], cuts[-1])
             return
-        others = [self._others.submit(part, *cut) for cut in zip(cuts[1:-1], cuts[2:], strict=True)]
+        others = [self._others.submit(part, *cut) for cut in pairwise(cuts[1:])]
         part(cuts[0], cuts[1])
         for other in others:
             other.result()

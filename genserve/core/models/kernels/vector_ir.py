@@ -22,7 +22,7 @@ _VI16 = ir.VectorType(_I16, LANES)
 _VI32 = ir.VectorType(_I32, LANES)
 _ADDRESS = types.intp
 # 2**x on [-0.5, 0.5]: minimax polynomial, relative error 1e-7.
-_EXP2 = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3)
+_EXP2: tuple[float, ...] = (1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3)
 _EXP2 += (5.550332471162809e-2, 2.402264791363012e-1, 6.931472028550421e-1, 1.0)
 
 
@@ -288,8 +288,8 @@ def _prefetch(builder, address):
     builder.call(prefetch, [builder.inttoptr(address, pointer), read, second_level, data])
 
 
-def linear_block(num_rows):
-    """An intrinsic: out[num_rows][32] += x[num_rows][count] @ panel[count][32].
+def linear_block(num_rows, load, weight_bytes):
+    """An intrinsic: out[num_rows][32] += x[num_rows][count] @ panel[count][32], x and sums float32.
 
     Arguments: x, its row stride, panel, count, out, its row stride, ahead, ahead step (strides in
     bytes). The sums stay in registers; each output is one chain of fused multiply-adds in the order
@@ -308,8 +308,8 @@ def linear_block(num_rows):
         ]
         rows = [builder.add(x, builder.mul(x_stride, const(row))) for row in range(num_rows)]
         with cgutils.for_range(builder, count) as loop:
-            at_panel = builder.add(panel, builder.mul(loop.index, const(128)))
-            weights = [_load(builder, at_panel, 64 * j) for j in range(2)]
+            at_panel = builder.add(panel, builder.mul(loop.index, const(2 * LANES * weight_bytes)))
+            weights = [load(builder, at_panel, LANES * weight_bytes * j) for j in range(2)]
             _prefetch(builder, builder.add(ahead, builder.mul(loop.index, ahead_step)))
             offset = builder.mul(loop.index, const(4))
             for row in range(num_rows):
@@ -345,4 +345,18 @@ def linear_block(num_rows):
     linear_10,
     linear_11,
     linear_12,
-) = (linear_block(num_rows) for num_rows in range(1, 13))
+) = (linear_block(num_rows, _load, 4) for num_rows in range(1, 13))
+(
+    linear_1_bf16,
+    linear_2_bf16,
+    linear_3_bf16,
+    linear_4_bf16,
+    linear_5_bf16,
+    linear_6_bf16,
+    linear_7_bf16,
+    linear_8_bf16,
+    linear_9_bf16,
+    linear_10_bf16,
+    linear_11_bf16,
+    linear_12_bf16,
+) = (linear_block(num_rows, _load_bf16, 2) for num_rows in range(1, 13))

@@ -1,0 +1,58 @@
+"""Options that several commands share, as annotated types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import typer
+
+_MODEL = "A built-in name, a Hugging Face folder or hub id, or a GGUF file"
+
+Model: TypeAlias = Annotated[str, typer.Option("--model", "-m", help=f"{_MODEL}.")]
+Models: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", "-m", metavar="[NAME=][FAMILY:]MODEL", help=f"{_MODEL}; repeat for several. Family: ar."
+    ),
+]
+ConfigFile: TypeAlias = Annotated[
+    Path | None, typer.Option("--config", help="A YAML file; see `genserve config`.")
+]
+Overrides: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, e.g. models.0.kv_pool=2GB."),
+]
+ApiKeys: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key", envvar="GENSERVE_API_KEY", help="A key that clients may use; repeat for several."
+    ),
+]
+Dtype: TypeAlias = Annotated[
+    Literal["auto", "float32", "bfloat16"] | None,
+    typer.Option(help="Of weights and KV. auto: the model's own."),
+]
+KvPool: TypeAlias = Annotated[
+    str | None, typer.Option("--kv-pool", metavar="BYTES", help="Memory for KV pages, e.g. 512MiB or 4GB.")
+]
+MaxRunning: TypeAlias = Annotated[int | None, typer.Option(help="Sequences in a step, at most.")]
+BudgetTokens: TypeAlias = Annotated[int | None, typer.Option(help="Tokens in a step, at most.")]
+NumThreads: TypeAlias = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
+Executor: TypeAlias = Annotated[
+    Literal["thread", "ray"] | None,
+    typer.Option(help="Where the engine runs: in this process or in a Ray actor."),
+]
+MaxTokens: TypeAlias = Annotated[int, typer.Option(min=0, help="Output tokens at most.")]
+Temperature: TypeAlias = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopP: TypeAlias = Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")]
+Seed: TypeAlias = Annotated[
+    int | None, typer.Option(help="Of the sampling; the same seed gives the same text.")
+]
+Stop: TypeAlias = Annotated[list[str] | None, typer.Option(help="Ends the text; repeat for several.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given."""
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,158 @@
+"""`genserve simulate`: a workload through an engine's own scheduler, on a virtual clock."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from genserve import cli_options as opt
+from genserve.cli_bench import parse_loads
+
+if TYPE_CHECKING:
+    from genserve.core.metrics.summary import SLO, Summary
+    from genserve.core.metrics.timelines import Timeline
+
+app = typer.Typer(
+    no_args_is_help=True, help="Try a workload on modelled hardware, in a fraction of the time."
+)
+
+
+@app.callback()
+def simulate() -> None:
+    """Try a workload on modelled hardware, in a fraction of the time."""
+
+
+@app.command("ar")
+def simulate_ar(
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="chat, code, sangam-sharegpt, sangam-arxiv, mooncake-like, tiny, or a trace's path."
+        ),
+    ] = "chat",
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(help="Requests/s; several or a comma list for a sweep; by default the workload's own."),
+    ] = None,
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at most.")] = 1000,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="llama-3-8b, llama-2-70b or smollm2.")
+    ] = "llama-3-8b",
+    hardware: Annotated[str, typer.Option(help="h100, h200, a100 or laptop.")] = "h100",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences in a step, at most.")] = 256,
+    budget_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step, at most.")] = 2048,
+    max_context_tokens: Annotated[int, typer.Option(min=1, help="Longer requests are cut to fit.")] = 131_072,
+    kv_pool_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of KV; by default what the weights leave of the memory.")
+    ] = None,
+    prefix_cache: Annotated[bool, typer.Option(help="Share the KV of common prefixes.")] = True,
+    slo: Annotated[
+        str | None, typer.Option(help="Limits in seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and prompts.")] = 0,
+    as_json: opt.Json = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json and plots.")] = None,
+) -> None:
+    """Simulate the autoregressive engine: its scheduler, a roofline of model and hardware for time."""
+    from genserve.ar.cost import HARDWARE, MODELS, RooflineCost
+    from genserve.ar.engine import EngineLimits
+    from genserve.ar.simulate import simulate
+    from genserve.core.errors import ConfigError
+    from genserve.core.kv.blocks import PAGE_TOKENS
+    from genserve.core.metrics.summary import SLO, summarize
+    from genserve.core.workload.presets import open_workload
+
+    if model not in MODELS:
+        raise ConfigError(f"model: no {model!r}; there are: {', '.join(MODELS)}")
+    if hardware not in HARDWARE:
+        raise ConfigError(f"hardware: no {hardware!r}; there are: {', '.join(HARDWARE)}")
+    if budget_tokens < max_running:
+        raise ConfigError(f"budget_tokens ({budget_tokens}) must be at least max_running ({max_running})")
+    limits_s = SLO.parse(slo) if slo else None
+    cost = RooflineCost(MODELS[model], HARDWARE[hardware], tensor_parallel)
+    num_pages = (kv_pool_tokens or cost.kv_pool_tokens) // PAGE_TOKENS
+    if num_pages < 1:
+        raise ConfigError(
+            f"hardware: {model} leaves no room for KV on {tensor_parallel} x {hardware}; raise --tensor-parallel"
+        )
+    limits = EngineLimits(
+        num_pages, max_context_tokens, max_running, budget_tokens, prefix_cache=prefix_cache
+    )
+    requests = open_workload(workload, num_requests, seed)
+    longest = min(max_context_tokens, num_pages * PAGE_TOKENS)
+    requests = requests.clip_lengths(max(1, longest // 2), max(1, longest // 2))
+    rows: list[tuple[str, Summary]] = []
+    runs: dict[str, tuple[Timeline, ...]] = {}
+    engines: list[dict[str, Any]] = []
+    for rate_per_s, _, label in parse_loads(rate or [], []):
+        offered = requests if rate_per_s is None else requests.at_rate(rate_per_s)
+        typer.echo(f"simulating {len(offered.requests)} requests, {label}", err=True)
+        start_s = time.perf_counter()
+        result = simulate(offered, limits, cost)
+        took_s = time.perf_counter() - start_s
+        rows.append((label, summarize(result.timelines, duration_s=result.duration_s, slo=limits_s)))
+        runs[label] = result.timelines
+        figures = {"num_events": result.num_events, "events_per_s": result.num_events / max(took_s, 1e-9)}
+        engines.append({"offered_rate_per_s": offered.rate_per_s, **figures, "engine": dict(result.engine)})
+    title = f"{model} on {tensor_parallel} x {hardware} (simulated), workload {requests.name}"
+    _report(title, requests.summary().to_dict(), rows, runs, engines, limits_s, as_json, out)
+
+
+def _report(
+    title: str,
+    workload: dict[str, Any],
+    rows: list[tuple[str, Summary]],
+    runs: dict[str, tuple[Timeline, ...]],
+    engines: list[dict[str, Any]],
+    slo: SLO | None,
+    as_json: bool,
+    out: Path | None,
+) -> None:
+    import json
+    import math
+
+    from genserve.core.metrics.summary import to_plain
+
+    points = [
+        {"label": label, "summary": summary.to_dict(), **engine}
+        for (label, summary), engine in zip(rows, engines, strict=True)
+    ]
+    text = json.dumps(to_plain({"title": title, "workload": workload, "points": points}), allow_nan=False)
+    if out is not None:
+        from genserve.core.metrics import plots
+        from genserve.core.metrics.report import write_plots
+
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.json").write_text(text + "\n")
+        write_plots(out, title, runs)
+        swept = [
+            (engine["offered_rate_per_s"], summary)
+            for engine, (_, summary) in zip(engines, rows, strict=True)
+            if math.isfinite(engine["offered_rate_per_s"])
+        ]
+        if len(swept) > 1:
+            plots.rate_sweep(swept, out / "sweep.png", title=title)
+    if as_json:
+        typer.echo(text)
+        return
+    from rich.console import Console
+
+    from genserve.core.metrics.report import summary_table
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(summary_table(title, rows, slo))
+    for (label, _), engine in zip(rows, engines, strict=True):
+        stats = engine["engine"]
+        console.print(
+            f"{label}: {stats['num_steps']:,} steps, {stats['num_preemptions']:,} preemptions, "
+            f"{stats['num_cached_tokens']:,} prompt tokens from the prefix cache, "
+            f"{engine['events_per_s']:,.0f} events/s",
+            highlight=False,
+        )
+    if out is not None:
+        console.print(f"Wrote report.json and plots to {out}")

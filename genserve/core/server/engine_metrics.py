@@ -1,0 +1,55 @@
+"""Engines' own gauges and counters for `/metrics`: `genserve_engine_<name>{model=...}`.
+
+Engines may be in other processes, so their figures are asked for first (`refresh`) and then
+collected. Knows nothing of what the figures mean, except which of them only grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from genserve.core.errors import GenserveError
+from genserve.core.runtime.client import COUNTER_STATS, EngineClient
+
+_log = logging.getLogger("genserve.server")
+_TIMEOUT_S = 2.0
+
+
+class EngineMetrics(Collector):
+    """Collects the figures of `engines` into `registry`; an engine that gives none has `up` 0."""
+
+    def __init__(self, engines: Sequence[EngineClient], registry: CollectorRegistry) -> None:
+        self._engines = engines
+        self._stats: dict[str, dict[str, float]] = {}
+        registry.register(self)
+
+    async def refresh(self) -> None:
+        """Ask every engine, for two seconds at most."""
+        found = await asyncio.gather(*(self._ask(engine) for engine in self._engines))
+        self._stats = {engine.info.model: stats for engine, stats in zip(self._engines, found, strict=True)}
+
+    async def _ask(self, engine: EngineClient) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        try:
+            if engine.failure is None:
+                stats = await asyncio.wait_for(engine.stats(), _TIMEOUT_S)
+        except (GenserveError, TimeoutError) as error:
+            _log.warning("no figures of engine %s: %s", engine.info.model, error or type(error).__name__)
+        return {**stats, "up": float(bool(stats))}
+
+    def collect(self) -> Iterator[Metric]:
+        names = dict.fromkeys(name for stats in self._stats.values() for name in stats)
+        for name in names:
+            text = f"{name} of the engine."
+            kind = CounterMetricFamily if name in COUNTER_STATS else GaugeMetricFamily
+            family = kind(f"genserve_engine_{name.removeprefix('num_')}", text, labels=["model"])
+            for model, stats in self._stats.items():
+                if name in stats:
+                    family.add_metric([model], stats[name])
+            yield family

@@ -1,0 +1,105 @@
+"""Composition root of a server: from a `ServerConfig` to models of any family behind one HTTP front.
+
+Here alone the families meet. Nothing decides anything: parts are built, wired, and closed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol
+
+from genserve.core.server.app import create_app
+from genserve.core.server.gateway import Gateway, ServedModel
+from genserve.core.server.run import bind, serve
+from genserve.server_config import ModelEntry, ServerConfig
+
+_EXIT_INTERRUPTED = 130
+
+
+class ServerEvents(Protocol):
+    """What somebody who watches a server is told, in this order. All on the server's event loop
+    but `loading`, which comes from the thread that loads."""
+
+    def starting(self, model: ModelEntry) -> None: ...
+
+    def loading(self, progress: Any) -> None:
+        """A `FetchProgress`, while a built-in model is fetched."""
+        ...
+
+    def started(self, model: ServedModel) -> None: ...
+
+    def ready(self, url: str, models: list[ServedModel]) -> None: ...
+
+    def draining(self, num_inflight: int) -> None: ...
+
+    def stopped(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def started_models(config: ServerConfig, events: ServerEvents) -> AsyncIterator[list[ServedModel]]:
+    """The config's models, started one after the other; all are freed at the end, also after an error."""
+    async with contextlib.AsyncExitStack() as stack:
+        models: list[ServedModel] = []
+        with _exit_on_signal():
+            for entry in config.models:
+                events.starting(entry)
+                model = await _start(entry, events.loading)
+                stack.push_async_callback(model.completer.engine.aclose)
+                events.started(model)
+                models.append(model)
+        yield models
+
+
+async def _start(entry: ModelEntry, on_progress: Callable[[Any], None]) -> ServedModel:
+    from genserve.ar.serve import start_served
+
+    return await start_served(entry, on_progress)
+
+
+async def run_server(config: ServerConfig, events: ServerEvents) -> None:
+    """Listen, load, serve until a signal ends it, drain, free. Run it in the main thread.
+
+    A signal while models are still loading ends the process at once.
+    """
+    sock = bind(config.host, config.port)
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    with contextlib.closing(sock):
+        async with started_models(config, events) as models:
+            gateway = Gateway(
+                models,
+                max_inflight_requests=config.max_inflight_requests,
+                max_inflight_sequences=config.max_inflight_sequences,
+            )
+            app = create_app(
+                gateway,
+                api_keys=[key.get_secret_value() for key in config.api_keys],
+                max_body_bytes=config.max_body,
+            )
+            await serve(
+                app,
+                gateway,
+                sock,
+                drain_timeout_s=config.drain_timeout_s,
+                on_started=lambda: events.ready(f"http://{shown}:{port}", models),
+                on_draining=events.draining,
+                log_level=config.log_level,
+            )
+    events.stopped()
+
+
+@contextlib.contextmanager
+def _exit_on_signal() -> Iterator[None]:
+    """Until models are loaded nobody is served, and a thread that loads cannot be interrupted."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, os._exit, _EXIT_INTERRUPTED)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,112 @@
+"""What a server is configured with: a YAML file, command line options and `--set`, in one model.
+
+Owns the shape of the configuration and of `--model` arguments; knows every family's own part.
+Nothing is loaded or started here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ByteSize, Field, SecretStr, field_validator
+
+from genserve.ar.config import ArConfig
+from genserve.core.config import Config, apply_override, parse, read_yaml
+from genserve.core.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+
+Positive = Annotated[int, Field(ge=1)]
+ApiKey = Annotated[SecretStr, Field(min_length=1)]
+
+
+class ArModel(ArConfig):
+    """An autoregressive model of the server."""
+
+    family: Literal["ar"] = "ar"
+
+
+# A further family is a further class here; pydantic then tells them apart by `family`.
+ModelEntry = ArModel
+FAMILIES = ("ar",)
+
+
+class ServerConfig(Config):
+    """A server and its models.
+
+    host, port   where it listens; port 0 takes a free one.
+    api_keys     accepted bearer tokens; with none, every request is.
+    max_body     bytes of a request body.
+    max_inflight_requests   requests in flight, over all models; beyond it the answer is 429.
+    max_inflight_sequences  sequences in flight of each model; by default its max_queued_requests.
+    drain_timeout_s  how long requests in flight may go on after SIGTERM.
+    """
+
+    models: tuple[ModelEntry, ...] = (ArModel(model=DEFAULT_MODEL),)
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_keys: tuple[ApiKey, ...] = ()
+    max_body: ByteSize = ByteSize(8 << 20)
+    max_inflight_requests: Positive = 1024
+    max_inflight_sequences: Positive | None = None
+    drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+
+    @field_validator("models")
+    @classmethod
+    def _some_and_distinct(cls, models: tuple[ModelEntry, ...]) -> tuple[ModelEntry, ...]:
+        if not models:
+            raise ValueError("a server needs at least one model")
+        names = [model.name or model.model for model in models]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"two models are called {', '.join(sorted(twice))}; give one another name")
+        return models
+
+
+def server_config(
+    path: Path | None = None,
+    *,
+    models: Sequence[str] = (),
+    model_options: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    **values: Any,
+) -> ServerConfig:
+    """Put a configuration together: file, then `values` and `models`, then `overrides`.
+
+    `models` are arguments as `model_entry` reads them and replace the file's; `model_options` are
+    set on every model; None means not given. Raises `ConfigError`.
+    """
+    data = read_yaml(path) if path is not None else {}
+    data.update({key: value for key, value in values.items() if value is not None})
+    if models:
+        data["models"] = [model_entry(text) for text in models]
+    data.setdefault("models", [{"model": DEFAULT_MODEL}])
+    options = {key: value for key, value in (model_options or {}).items() if value is not None}
+    if options and isinstance(data["models"], list):
+        data["models"] = [
+            {**entry, **options} if isinstance(entry, dict) else entry for entry in data["models"]
+        ]
+    for override in overrides:
+        apply_override(data, override)
+    return parse(ServerConfig, data, str(path) if path is not None else "configuration")
+
+
+def model_entry(text: str) -> dict[str, Any]:
+    """Read `[NAME=][FAMILY:]MODEL`, e.g. `smollm2`, `ar:smollm2` or `helper=ar:models/tuned`."""
+    entry: dict[str, Any] = {}
+    rest = text
+    if found := re.match(r"([\w.-]+)=", text):
+        entry["name"] = found[1]
+        rest = text[found.end() :]
+    if (found := re.match(r"(\w+):", rest)) and not Path(rest).exists():
+        if found[1] not in FAMILIES:
+            raise ConfigError(f"--model {text}: no family {found[1]!r}; there is: {', '.join(FAMILIES)}")
+        entry["family"] = found[1]
+        rest = rest[found.end() :]
+    if not rest:
+        raise ConfigError(f"--model {text}: expected [NAME=][FAMILY:]MODEL")
+    return {**entry, "model": rest}

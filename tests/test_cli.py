@@ -1,0 +1,270 @@
+"""The `genserve` command as a user meets it: in its own process where that matters."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import genserve
+from genserve.cli import app
+from genserve.core.models.tiny import make_tiny_folder
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "genserve"]
+
+
+def cli(*arguments, exit_code=0, stdin=None):
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "NO_COLOR": "1"}, input=stdin)
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return str(make_tiny_folder(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def test_help_is_cheap():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True, cwd=ROOT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "simulate" in done.stdout
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_s < 1.0  # 0.35 s usually; the goal is 0.5 s on an idle machine
+
+
+def test_the_command_line_imports_nothing_heavy():
+    heavy = (
+        "torch",
+        "transformers",
+        "ray",
+        "fastapi",
+        "numpy",
+        "uvicorn",
+        "openai",
+        "matplotlib",
+        "pydantic",
+    )
+    code = f"import sys, genserve.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version():
+    assert cli("--version").stdout == f"genserve {genserve.__version__}\n"
+
+
+def test_models():
+    assert "Apache-2.0" in cli("models").stdout
+    (model,) = json.loads(cli("models", "--json").stdout)
+    assert model["name"] == "smollm2"
+
+
+def test_config_prints_what_serve_would_use(tmp_path):
+    path = tmp_path / "server.yaml"
+    path.write_text("api_keys: [hush]\nport: 1234\n")
+    shown = yaml.safe_load(cli("config", "--config", str(path), "--set", "models.0.dtype=float32").stdout)
+    assert (shown["port"], shown["models"][0]["dtype"]) == (1234, "float32")
+    assert "hush" not in str(shown)
+    assert "drain_timeout_s" in json.loads(cli("config", "--schema").stdout)["properties"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--model", "t2i:flux"], "no family 't2i'"),
+        (["serve", "--model", "./nowhere.gguf", "--port", "0"], "no model './nowhere.gguf'"),
+        (["serve", "--port", "99999"], "port"),
+        (["serve", "--kv-pool", "lots"], "models.0.kv_pool"),
+        (["serve", "--max-running", "0"], "models.0.max_running"),
+        (["serve", "--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (["serve", "--set", "prot=1"], "prot: unknown key"),
+        (["config", "--set", "models.0.kvpool=1"], "models.0.kvpool: unknown key"),
+        (["generate", "hi", "--json-schema", "nowhere.json"], "cannot read nowhere.json"),
+        (["chat", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["simulate", "ar", "--model", "gpt-5"], "there are: llama-3-8b"),
+        (["simulate", "ar", "--hardware", "abacus"], "there are: h100"),
+        (["simulate", "ar", "--model", "llama-2-70b", "--hardware", "laptop"], "leaves no room for KV"),
+        (["simulate", "ar", "--workload", "nope"], "workload: 'nope'"),
+        (["simulate", "ar", "--rate", "fast"], "rate: expected numbers"),
+        (["bench", "offline", "--workload", "nope"], "workload: 'nope'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(arguments, message):
+    result = cli(*arguments, exit_code=2)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1 and message in errors[0]
+    assert "Traceback" not in result.output
+
+
+def test_debug_shows_the_traceback():
+    done = subprocess.run(
+        [*COMMAND, "--debug", "serve", "--set", "prot=1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_generate_streams_or_prints_json(tiny):
+    options = ["generate", "One page", "--model", tiny, "--max-tokens", "8", "--temperature", "0"]
+    told = json.loads(cli(*options, "--json").stdout)
+    assert (told["num_output_tokens"], told["finish_reason"]) == (8, "length")
+    streamed = cli(*options)
+    assert streamed.stdout == told["text"] + "\n"
+    assert "8 tokens, length" in streamed.stderr
+    assert cli("generate", "-", *options[2:], stdin="One page").stdout == streamed.stdout
+    assert cli(*options, "--regex", "(yes|no)").stdout in ("yes\n", "no\n")
+    assert "top_p" in cli(*options, "--top-p", "7", exit_code=2).stderr
+
+
+def test_chat_in_process(tiny):
+    options = ["chat", "--model", tiny, "--max-tokens", "4", "--temperature", "0"]
+    once = cli(*options, stdin="hello\n").stdout
+    again = cli(*options, stdin="hello\n/new\nhello\n").stdout
+    assert once and again == once * 2
+
+
+def test_bench_offline(tiny):
+    options = ["bench", "offline", "--model", tiny, "--num-requests", "4", "--max-output-tokens", "8"]
+    assert "4 / 4" in cli(*options).stdout
+    report = json.loads(cli(*options, "--json").stdout)
+    assert report["summary"]["num_ok"] == 4
+    assert report["summary"]["num_output_tokens"] == report["engine"]["num_decode_tokens"] + 4
+
+
+def test_simulate_a_sweep(tmp_path):
+    options = ["simulate", "ar", "--num-requests", "40", "--rate", "2,20", "--slo", "ttft=0.5"]
+    assert "goodput" in cli(*options).stdout
+    report = json.loads(cli(*options, "--json", "--out", str(tmp_path)).stdout)
+    assert [point["label"] for point in report["points"]] == ["rate 2/s", "rate 20/s"]
+    slow, fast = (point["summary"]["e2e_s"]["p50"] for point in report["points"])
+    assert slow < fast
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert {"ttft_cdf.png", "sweep.png", "timeline_1.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+class Server:
+    """`genserve serve` in a process of its own, ready."""
+
+    def __init__(self, *options: str, **env: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **env},
+        )
+        self.said = ""
+        for line in self.process.stdout:
+            self.said += line
+            if line.startswith("Ready at "):
+                self.url = line.split()[2].rstrip(";")
+                return
+        raise AssertionError(self.process.stderr.read())
+
+    def stop(self) -> str:
+        self.process.send_signal(signal.SIGTERM)
+        rest, errors = self.process.communicate(timeout=30)
+        assert self.process.returncode == 0, errors
+        return rest
+
+
+def test_serve_two_models_with_a_key_and_stop(tiny):
+    server = Server("--model", f"one=ar:{tiny}", "--model", f"two={tiny}", GENSERVE_API_KEY="k")
+    try:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["one", "two"]
+        messages = [{"role": "user", "content": "hello"}]
+        options = {"messages": messages, "max_tokens": 5, "temperature": 0}
+        answers = {
+            client.chat.completions.create(model=m, **options).choices[0].message.content
+            for m in ("one", "two")
+        }
+        assert len(answers) == 1  # the same weights
+        assert httpx.get(server.url + "/v1/models").status_code == 401
+        metrics = httpx.get(server.url + "/metrics", headers={"authorization": "Bearer k"}).text
+        assert 'genserve_engine_decode_tokens_total{model="two"} 4.0' in metrics
+        talk = subprocess.run(
+            [
+                *COMMAND,
+                "chat",
+                "--base-url",
+                server.url,
+                "--model",
+                "one",
+                "--max-tokens",
+                "5",
+                "--temperature",
+                "0",
+            ],
+            input="hello\n",
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "GENSERVE_API_KEY": "k"},
+            check=True,
+        )
+        assert talk.stdout == answers.pop() + "\n"
+        assert (
+            "two, "
+            not in cli("chat", "--base-url", server.url, "--api-key", "no", exit_code=1, stdin="").stderr
+        )
+    finally:
+        rest = server.stop()
+    assert "curl" in server.said + rest and rest.rstrip().endswith("Stopped.")
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded(tiny):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = cli("serve", "--model", tiny, "--port", port, exit_code=2)
+    assert result.stderr.splitlines() == [
+        f"Error: host, port: cannot listen on 127.0.0.1:{port}: Address already in use"
+    ]
+
+
+def test_interrupt_while_loading_ends_at_once(tiny):
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--model", tiny, "--port", "0"], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    with process:
+        assert "loading" in process.stderr.readline()
+        start_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert time.monotonic() - start_s < 5
+
+
+def test_chat_stops_an_answer_on_interrupt(tiny):
+    """Ctrl-C ends the answer, not the conversation."""
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "--model", tiny, "--max-tokens", "400", "--seed", "1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    with process:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(b"/new\n", timeout=30)
+        assert process.returncode == 0, errors
