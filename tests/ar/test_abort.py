@@ -35,7 +35,10 @@ def reach(driver, request_id, state, num_steps=200):
 CASES = {
     # state: (engine, submits, the one to abort)
     "waiting": ({"max_running": 1}, [submit("other", LONG, GREEDY), submit("it", [5, 6], GREEDY)]),
-    "parked": ({"budget_tokens": 16}, [submit("other", LONG, GREEDY), submit("it", LONG, GREEDY, after="other")]),
+    "parked": (
+        {"budget_tokens": 16},
+        [submit("other", LONG, GREEDY), submit("it", LONG, GREEDY, after="other")],
+    ),
     "prefilling": ({"budget_tokens": 16}, [submit("it", LONG, GREEDY), submit("other", [5, 6], GREEDY)]),
     "decoding": ({}, [submit("other", LONG, GREEDY), submit("it", [5, 6], GREEDY)]),
     "preempted": (

@@ -113,7 +113,11 @@ def play(limits, posts, failing=(), lost=False):
         {"engine": engine},
         Price(),
         Failing(failing, lost),
-        {"gateway": lambda now, outputs: [heard.setdefault(o.request_id, []).append((now, o)) for o in outputs]},
+        {
+            "gateway": lambda now, outputs: [
+                heard.setdefault(o.request_id, []).append((now, o)) for o in outputs
+            ]
+        },
     )
     for at_s, body in posts:
         simulator.post("engine", body, at_s)
@@ -133,7 +137,9 @@ def test_every_request_ends_exactly_once_and_everything_comes_back(limits, posts
     most = min(CONTEXT, limits.num_pages * PAGE_TOKENS)
     for submit in submits:
         outputs = [output for _, output in heard[submit.request_id]]
-        assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert [output.finish_reason is not None for output in outputs] == [False] * (len(outputs) - 1) + [
+            True
+        ]
         num_tokens = sum(len(output.token_ids) for output in outputs)
         room = most - len(submit.prompt_token_ids)
         wanted = room if submit.sampling.max_tokens is None else submit.sampling.max_tokens
@@ -145,7 +151,9 @@ def test_every_request_ends_exactly_once_and_everything_comes_back(limits, posts
         else:
             assert last.finish_reason in ("abort", "error") and num_tokens <= min(wanted, room)
             if last.finish_reason == "error":
-                assert "made to fail" in last.error or (submit.deadline_s is not None and "deadline" in last.error)
+                assert "made to fail" in last.error or (
+                    submit.deadline_s is not None and "deadline" in last.error
+                )
 
 
 @settings(max_examples=200, deadline=None)
@@ -153,7 +161,15 @@ def test_every_request_ends_exactly_once_and_everything_comes_back(limits, posts
 def test_first_tokens_come_in_the_order_of_arrival(limits, posts):
     """Nobody overtakes, so nobody starves; siblings (`after`) wait for their leader and are left out."""
     arrivals = [
-        (at_s, index, Submit(s.request_id, s.prompt_token_ids, SamplingParams(temperature=0, max_tokens=s.sampling.max_tokens)))
+        (
+            at_s,
+            index,
+            Submit(
+                s.request_id,
+                s.prompt_token_ids,
+                SamplingParams(temperature=0, max_tokens=s.sampling.max_tokens),
+            ),
+        )
         for index, (at_s, s) in enumerate(posts)
         if isinstance(s, Submit) and s.sampling.max_tokens != 0
     ]

@@ -69,7 +69,9 @@ class PagesMachine(RuleBasedStateMachine):
         assert grew == (missing <= free)
         if grew:
             mine.token_ids += more
-            assert mine.lease.pages[: len(before)] == before and len(mine.lease.pages) == len(before) + missing
+            assert (
+                mine.lease.pages[: len(before)] == before and len(mine.lease.pages) == len(before) + missing
+            )
         else:
             assert (mine.lease.pages, self.pages.num_free) == (before, free)
 
@@ -142,7 +144,9 @@ class PagesMachine(RuleBasedStateMachine):
             mine.lease.release()
         assert (self.pages.num_free, self.pages.num_leases) == (NUM_PAGES, 0)
         everything = self.pages.open()
-        assert everything.grow_to(NUM_PAGES * PAGE_TOKENS) and not everything.grow_to(NUM_PAGES * PAGE_TOKENS + 1)
+        assert everything.grow_to(NUM_PAGES * PAGE_TOKENS) and not everything.grow_to(
+            NUM_PAGES * PAGE_TOKENS + 1
+        )
         assert sorted(everything.pages) == list(range(NUM_PAGES))
         everything.release()
 

@@ -8,7 +8,9 @@ from hypothesis import given
 from genserve.core.scheduling.budget import PrefillNeed, plan_prefills
 
 needs = st.lists(
-    st.builds(PrefillNeed, st.uuids(), st.integers(1, 80), st.booleans()), max_size=12, unique_by=lambda need: need.key
+    st.builds(PrefillNeed, st.uuids(), st.integers(1, 80), st.booleans()),
+    max_size=12,
+    unique_by=lambda need: need.key,
 )
 divisible = needs.map(lambda items: [PrefillNeed(need.key, need.num_tokens) for need in items])
 budgets = st.integers(1, 100)
