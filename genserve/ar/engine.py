@@ -145,10 +145,11 @@ class Engine:
             self._outbox.append(TokenOutput(submit.request_id, finish_reason="error", error=problem))
             return
         sequence = Sequence(submit, self.limits)
+        # Looked up before it is known itself: one that names itself waits for nobody.
+        leader = self._sequences.get(submit.after) if submit.after is not None else None
         self._sequences[submit.request_id] = sequence
         if submit.deadline_s is not None:
             self._timers.append(WakeAt(submit.deadline_s, submit.request_id))
-        leader = self._sequences.get(submit.after) if submit.after is not None else None
         if leader is not None and leader.is_in_prompt:
             self._parked.setdefault(leader.request_id, []).append(sequence)
         else:
