@@ -12,14 +12,14 @@ simulator  events and tokens simulated per CPU second.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from report import save, table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -206,16 +206,12 @@ def simulator(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]) -> str:
-    lines = []
-    shown: tuple[str, ...] = ()
-    for row in rows:
-        if tuple(row) != shown:
-            shown = tuple(row)
-            lines += ["", "| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
-        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+BARS = {
+    "scheduler": ("what", "us_per_sequence", "controller, µs per running sequence and step"),
+    "ttft": ("what", "ratio", "first token, ours / generate (1: equal)"),
+    "memory": ("what", "resident_mib", "resident memory, MiB"),
+    "simulator": ("what", "loop_events_per_cpu_s", "simulated events per CPU second"),
+}
 
 
 def main() -> None:
@@ -232,18 +228,11 @@ def main() -> None:
     unknown = [name for name in args.parts if name not in parts]
     if unknown:
         parser.error(f"no such part: {unknown[0]} (there is: {', '.join(parts)})")
-    args.out.mkdir(parents=True, exist_ok=True)
     results = {}
     for name in args.parts:
         results[name] = parts[name](args)
         print(f"\n## {name}\n{table(results[name])}", flush=True)
-    machine = {
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    (args.out / "ar_overheads.json").write_text(json.dumps({"machine": machine, **results}, indent=1))
-    (args.out / "ar_overheads.md").write_text("\n".join(f"## {n}\n{table(r)}\n" for n, r in results.items()))
+    save("ar_overheads", results, BARS, args.out)
 
 
 if __name__ == "__main__":

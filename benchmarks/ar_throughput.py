@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from report import save, table
 
 HERE = Path(__file__).resolve()
 ENGINES = ("transformers generate", "transformers continuous batching", "vllm", "genserve")
@@ -311,56 +312,26 @@ def report(rows: list[dict], out: Path) -> None:
         for row in rows
         if row["engine"] == ENGINES[1] and "tokens_per_cpu_s" in row
     }
-    lines = [
-        "| model | engine | tokens per CPU s (median; min to max) | x continuous batching | same tokens |",
-        "|---|---|---|---|---|",
-    ]
+    sections: dict[str, list[dict]] = {}
     for row in rows:
+        section = sections.setdefault(row["model"], [])
         if "skipped" in row:
-            lines.append(f"| {row['model']} | {row['engine']} | skipped: {row['skipped']} | | |")
+            section.append({"engine": row["engine"], "skipped": row["skipped"]})
             continue
         speeds = row["tokens_per_cpu_s_all"]
-        ratio = row["tokens_per_cpu_s"] / base[row["model"]] if row["model"] in base else float("nan")
-        lines.append(
-            f"| {row['model']} | {row['engine']} | {row['tokens_per_cpu_s']:.0f} "
-            f"({speeds[0]:.0f} to {speeds[-1]:.0f}) | {ratio:.2f} | {row['identical_requests']} |"
+        section.append(
+            {
+                "engine": row["engine"],
+                "tokens per CPU s": row["tokens_per_cpu_s"],
+                "min to max": f"{speeds[0]:.0f} to {speeds[-1]:.0f}",
+                "x continuous batching": row["tokens_per_cpu_s"] / base.get(row["model"], float("nan")),
+                "same tokens": row["identical_requests"],
+            }
         )
-    table = "\n".join(lines)
-    print(table)
-    (out / "ar_throughput.md").write_text(table + "\n")
-    machine = {
-        "processor": _processor(),
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    (out / "ar_throughput.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
-    _plot(rows, out / "ar_throughput.png")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _plot(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 3.2), squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
-        mine = [row for row in rows if row["model"] == model and "tokens_per_cpu_s" in row]
-        bars = axis.barh([row["engine"] for row in mine], [row["tokens_per_cpu_s"] for row in mine])
-        axis.bar_label(bars, fmt="%.0f", padding=3)
-        axis.margins(x=0.15)
-        axis.set_title(model)
-        axis.set_xlabel("output tokens per CPU second, fp32, one thread")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    for model, section in sections.items():
+        print(f"\n## {model}\n{table(section)}")
+    label = "output tokens per CPU second, fp32, one thread"
+    save("ar_throughput", sections, dict.fromkeys(sections, ("engine", "tokens per CPU s", label)), out)
 
 
 def main() -> None:

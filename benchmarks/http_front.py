@@ -3,7 +3,7 @@
 The engine emits scripted tokens at once, so that everything measured is tokens to text, protocol and
 sockets. The clients run in this process, the server in another.
 
-    python benchmarks/http_front.py [--streams 64] [--tokens 1000] [--json]
+    python benchmarks/http_front.py [--streams 64] [--tokens 1000] [--out DIR]
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import os
 import resource
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+from report import save, table
 
 
 def serve(parent: Connection) -> None:
@@ -83,7 +86,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("out/http"))
     args = parser.parse_args()
 
     here, there = multiprocessing.Pipe()
@@ -123,11 +126,11 @@ def main() -> None:
     rows[f"memory growth over {args.requests} requests, KiB"] = (rss_after - rss_before) / 1024
     here.send("stop")
     process.join()
-    if args.json:
-        print(json.dumps(rows))
-        return
-    for name, value in rows.items():
-        print(f"{name:55} {value:10.1f}")
+    results = [{"what": name, "value": float(value)} for name, value in rows.items()]
+    print(table(results))
+    costs = [row for row in results if "server CPU" in row["what"]]
+    sections = {"HTTP front": results, "server CPU": costs}
+    save("http_front", sections, {"server CPU": ("what", "value", "µs")}, args.out)
 
 
 if __name__ == "__main__":

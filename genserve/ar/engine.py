@@ -316,13 +316,14 @@ class Engine:
     def _plan_decodes(self) -> list[tuple[Sequence, Row]]:
         """One row for each decoding sequence, oldest first; the youngest make room when pages end."""
         rows: list[tuple[Sequence, Row]] = []
+        page_tokens = self.limits.page_tokens
         position = 0
         while position < len(self._decoding):
             sequence = self._decoding[position]
             num_tokens = len(sequence.token_ids)
             lease = sequence.lease
             assert lease is not None
-            if num_tokens <= len(lease.pages) * self.limits.page_tokens:
+            if num_tokens <= len(lease.pages) * page_tokens:
                 rows.append((sequence, Row(sequence.slot, num_tokens - 1, 1, (), True)))
                 position += 1
             elif lease.grow_to(num_tokens):
