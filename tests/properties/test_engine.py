@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from genserve.ar.engine import Engine, EngineLimits
 from genserve.ar.simulate import NeverEnding
-from genserve.core.control import Done, Failed, Run
+from genserve.core.control import Failed, Run
 from genserve.core.sim.simulator import Simulator
 from genserve.core.types import Abort, SamplingParams, Submit
 
