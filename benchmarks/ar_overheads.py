@@ -220,7 +220,9 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
     parts = {"scheduler": scheduler, "ttft": ttft, "memory": memory, "simulator": simulator}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=list(parts), metavar=f"{{{','.join(parts)}}}")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
@@ -235,7 +237,11 @@ def main() -> None:
     for name in args.parts:
         results[name] = parts[name](args)
         print(f"\n## {name}\n{table(results[name])}", flush=True)
-    machine = {"machine": platform.machine(), "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    machine = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     (args.out / "ar_overheads.json").write_text(json.dumps({"machine": machine, **results}, indent=1))
     (args.out / "ar_overheads.md").write_text("\n".join(f"## {n}\n{table(r)}\n" for n, r in results.items()))
 

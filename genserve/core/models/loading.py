@@ -255,9 +255,7 @@ def check_servable(config: PretrainedConfig, name: str) -> None:
         )
 
 
-def _load_folder(
-    location: str, dtype: Dtype, name: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_folder(location: str, dtype: Dtype, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     with quiet_transformers():

@@ -27,6 +27,10 @@ CASES = [
 def build(kind, layers, num_pages, dtype):
     if kind == "cpu":
         return CpuAttention(layers, num_pages, dtype)
+    if kind == "cpu-narrow":
+        backend = CpuAttention(layers, num_pages, dtype)
+        backend._wide = False
+        return backend
     if kind == "cpu-threads":
         return CpuAttention(layers, num_pages, dtype, ThreadTeam(3))
     return ReferenceAttention(layers, num_pages, dtype)
@@ -46,7 +50,7 @@ def dense(query, key, value, rule):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cpu-threads", "reference"])
+@pytest.mark.parametrize("kind", ["cpu", "cpu-narrow", "cpu-threads", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_ragged_chunks_equal_dense_attention(kind, case, dtype):
@@ -114,8 +118,9 @@ def test_a_row_does_not_depend_on_chunking_or_company():
     table = np.array([[3, 1, 0], [4, 5, 2]], np.int32)
     rule = AttentionRule(0.2)
 
-    def run(spans):
+    def run(spans, wide=True):
         backend = CpuAttention([LayerSpec(4, 4, 32, None, None, 1.0)], 6, torch.float32)
+        backend._wide = wide
         out = {}
         for step in spans:
             batch = PagedBatch.pack(step, table)
@@ -129,3 +134,4 @@ def test_a_row_does_not_depend_on_chunking_or_company():
 
     whole = run([[(0, 0, 40)]])
     assert torch.equal(whole, run([[(0, 0, 7), (1, 0, 9)], [(1, 9, 1), (0, 7, 30)], [(0, 37, 3)]]))
+    assert torch.equal(whole, run([[(0, 0, 5), (1, 0, 9)], [(0, 5, 35)]], wide=False))

@@ -49,14 +49,15 @@ def test_any_values_are_served_or_refused_by_the_name_of_a_field(model, changes)
     names: dict[str, str] = {}
     try:
         request = parse(model, body)
-        sampling = request.to_sampling()
         names = request.field_names()
+        sampling = request.to_sampling()
         COMPLETER.prepare(CompletionRequest("r", (5, 6), sampling, request.n, tuple(request.stop)))
     except InvalidRequest as error:
         refused = error
     if refused is not None:
         assert refused.field and refused.message
-        named = names.get(refused.field, refused.field).split(".")[0].split("[")[0]
+        field = names.get(refused.field, refused.field)
+        named = field.split(".")[0].split("[")[0]
         assert named in {*changes, "body", "max_tokens"}
         assert len(str(refused)) < 500
     else:

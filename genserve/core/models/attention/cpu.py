@@ -10,6 +10,7 @@ import torch
 from genserve.core.models.attention.backend import AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
 from genserve.core.models.kernels.attention import PAGE, attend_rows, write_pages
+from genserve.core.models.kernels.linear import registers_are_wide
 from genserve.core.models.kernels.threads import ThreadTeam
 from genserve.core.models.layers import LayerSpec
 
@@ -33,6 +34,7 @@ class CpuAttention:
             for layer, padded in zip(layers, self._padded_dims, strict=True)
         ]
         self._team = team or ThreadTeam()
+        self._wide = registers_are_wide()
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +75,7 @@ class CpuAttention:
         if query.stride(2) != 1:
             query = query.contiguous()
         padded = self._padded_dims[layer]
-        out = torch.zeros(num_tokens, num_heads, padded)
+        out = torch.empty(num_tokens, num_heads, padded)
         num_kv_heads = self._layers[layer].num_kv_heads
 
         def rows(first: int, last: int) -> None:
@@ -97,6 +99,7 @@ class CpuAttention:
                 out.data_ptr(),
                 first,
                 last,
+                self._wide,
             )
 
         self._team.run(rows, self._cuts(batch, num_heads * dims))

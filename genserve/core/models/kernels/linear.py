@@ -2,7 +2,7 @@
 
 A library's GEMM picks its blocking by the number of rows, so a token's result moves with its
 batch-mates. Here every output is summed in one fixed order. Weights are packed once into panels of
-32 outputs, `[panel, in, 32]`, which also makes the small batches of decoding faster than a GEMM that
+64 outputs, `[panel, in, 64]`, which also makes the small batches of decoding faster than a GEMM that
 packs anew on each call (`benchmarks/kernels.py`).
 """
 
@@ -15,94 +15,22 @@ from numba import njit
 
 from genserve.core.models.kernels.threads import ThreadTeam
 from genserve.core.models.kernels.vector_ir import (
-    linear_1,
-    linear_1_bf16,
-    linear_2,
-    linear_2_bf16,
-    linear_3,
-    linear_3_bf16,
-    linear_4,
-    linear_4_bf16,
-    linear_5,
-    linear_5_bf16,
-    linear_6,
-    linear_6_bf16,
-    linear_7,
-    linear_7_bf16,
-    linear_8,
-    linear_8_bf16,
-    linear_9,
-    linear_9_bf16,
-    linear_10,
-    linear_10_bf16,
-    linear_11,
-    linear_11_bf16,
-    linear_12,
-    linear_12_bf16,
+    ROWS_W4,
+    multiply_w2,
+    multiply_w2_bf16,
+    multiply_w4,
+    multiply_w4_bf16,
+    widen_16,
 )
 
-PANEL = 32
+PANEL = 64
 # Inner indices per partial sum: keeps a panel's part in cache and the rounding error low.
-_DEPTH = 256
+_DEPTH = 128
+# From so many blocks of rows on, a part of bfloat16 weights is made float32 once instead of in each.
+_WIDEN_FROM_BLOCKS = 3
 # Rows at a time over all panels.
 _TILE_ROWS = 96
 _BYTES = 4
-
-
-@njit(nogil=True, cache=True, boundscheck=False)
-def _block(num_rows, x, x_stride, panel, count, out, out_stride, ahead, step):
-    if num_rows == 1:
-        linear_1(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 2:
-        linear_2(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 3:
-        linear_3(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 4:
-        linear_4(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 5:
-        linear_5(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 6:
-        linear_6(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 7:
-        linear_7(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 8:
-        linear_8(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 9:
-        linear_9(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 10:
-        linear_10(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 11:
-        linear_11(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 12:
-        linear_12(x, x_stride, panel, count, out, out_stride, ahead, step)
-
-
-@njit(nogil=True, cache=True, boundscheck=False)
-def _block_bf16(num_rows, x, x_stride, panel, count, out, out_stride, ahead, step):
-    if num_rows == 1:
-        linear_1_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 2:
-        linear_2_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 3:
-        linear_3_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 4:
-        linear_4_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 5:
-        linear_5_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 6:
-        linear_6_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 7:
-        linear_7_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 8:
-        linear_8_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 9:
-        linear_9_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 10:
-        linear_10_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 11:
-        linear_11_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
-    elif num_rows == 12:
-        linear_12_bf16(x, x_stride, panel, count, out, out_stride, ahead, step)
 
 
 @njit(nogil=True, cache=True, boundscheck=False)
@@ -117,18 +45,24 @@ def _multiply(
     out_stride,
     first_panel,
     last_panel,
-    most_rows,
+    wide,  # whether the registers hold the larger blocks (AVX-512)
     scratch,
     tail,
 ):
     # Strides in bytes. Rows go in tiles, whose part of `x` stays in cache while all panels pass by, and
-    # in a tile in blocks of about equal size, `most_rows` at most: what fits the registers. The last
-    # panel, if only `tail` of its 32 outputs exist, goes through `scratch`, float32 [num_rows, 32].
+    # in a tile in blocks of about equal size that fit the registers. The last panel, if only `tail` of
+    # its 64 outputs exist, goes through `scratch`, float32 [num_rows, 64].
+    most_rows = ROWS_W4 if wide else 3
+    wide_part = np.empty(_DEPTH * PANEL, np.float32)
+    at_wide = np.int64(wide_part.ctypes.data)
     num_tiles = (num_rows + _TILE_ROWS - 1) // _TILE_ROWS
     for tile in range(num_tiles):
         first_row = num_rows * tile // num_tiles
         tile_rows = num_rows * (tile + 1) // num_tiles - first_row
         num_blocks = (tile_rows + most_rows - 1) // most_rows
+        inner = PANEL * weight_bytes
+        num_shares = min(num_blocks, inner // 64)
+        widen = weight_bytes == 2 and num_blocks >= _WIDEN_FROM_BLOCKS
         for panel in range(first_panel, last_panel):
             at_panel = panels + panel * num_in * PANEL * weight_bytes
             target, stride = out + panel * PANEL * _BYTES, out_stride
@@ -137,25 +71,66 @@ def _multiply(
             for start in range(0, num_in, _DEPTH):
                 count = min(_DEPTH, num_in - start)
                 at_w = at_panel + start * PANEL * weight_bytes
+                at_part, part_inner, part_bytes = at_w, inner, weight_bytes
+                if widen:
+                    at_part, part_inner, part_bytes = at_wide, PANEL * 4, 4
+                    for lane in range(0, count * PANEL, 16):
+                        widen_16(at_w + 2 * lane, at_wide + 4 * lane)
                 row = first_row
                 for block in range(num_blocks):
                     end = first_row + tile_rows * (block + 1) // num_blocks
                     at_x = x + row * x_stride + start * _BYTES
-                    # While one part of a panel is multiplied the next is fetched: by one block of rows
-                    # all of it, by two a half each.
-                    step = PANEL * weight_bytes // (1 if num_blocks == 1 else 2)
-                    ahead = at_w + count * PANEL * weight_bytes + min(block, 1) * count * step
+                    # While one part of a panel is multiplied the next is fetched: each block of rows
+                    # asks for its share, one cache line for each inner index.
+                    ahead, step = at_w, 0
+                    if block < num_shares:
+                        step = inner // num_shares
+                        ahead = at_w + count * inner + block * count * step
                     at_out, size = target + row * stride, end - row
-                    if weight_bytes == 4:
-                        _block(size, at_x, x_stride, at_w, count, at_out, stride, ahead, step)
+                    if wide and part_bytes == 4:
+                        multiply_w4(
+                            size, at_x, x_stride, at_part, part_inner, count, at_out, stride, ahead, step
+                        )
+                    elif wide:
+                        multiply_w4_bf16(
+                            size, at_x, x_stride, at_part, part_inner, count, at_out, stride, ahead, step
+                        )
                     else:
-                        _block_bf16(size, at_x, x_stride, at_w, count, at_out, stride, ahead, step)
+                        for half in range(2):
+                            at_half = at_part + half * part_inner // 2
+                            at_sum = at_out + half * PANEL * _BYTES // 2
+                            if part_bytes == 4:
+                                multiply_w2(
+                                    size,
+                                    at_x,
+                                    x_stride,
+                                    at_half,
+                                    part_inner,
+                                    count,
+                                    at_sum,
+                                    stride,
+                                    ahead,
+                                    step,
+                                )
+                            else:
+                                multiply_w2_bf16(
+                                    size,
+                                    at_x,
+                                    x_stride,
+                                    at_half,
+                                    part_inner,
+                                    count,
+                                    at_sum,
+                                    stride,
+                                    ahead,
+                                    step,
+                                )
                     row = end
 
 
-def _most_rows() -> int:
-    """Rows of sums that fit the vector registers: 32 of 16 floats with AVX-512, else fewer or shorter."""
-    return 12 if binding.get_host_cpu_features().get("avx512f", False) else 3
+def registers_are_wide() -> bool:
+    """Whether there are 32 registers of 16 floats (AVX-512), or fewer or shorter ones."""
+    return bool(binding.get_host_cpu_features().get("avx512f", False))
 
 
 class PackedLinear(torch.nn.Module):
@@ -179,7 +154,7 @@ class PackedLinear(torch.nn.Module):
         self._panels = (narrow if torch.equal(narrow.float(), panels) else panels).contiguous()
         self._bias = None if bias is None else bias.detach().clone()
         self._team = team
-        self._most_rows = _most_rows()
+        self._wide = registers_are_wide()
         self._tail = self.out_features % PANEL
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +181,7 @@ class PackedLinear(torch.nn.Module):
                 self.out_features * _BYTES,
                 first_panel,
                 last_panel,
-                self._most_rows,
+                self._wide,
                 scratch,
                 self._tail if last_panel == last else 0,
             )

@@ -8,6 +8,8 @@ Names: `f32x16` is sixteen floats; KV elements are float32, or bfloat16 with the
 
 from __future__ import annotations
 
+import itertools
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -98,88 +100,6 @@ def _void(num_arguments, body):
     return types.void(*[_ADDRESS] * num_arguments), codegen
 
 
-def _scores_body(load, num_dims, kv_bytes):
-    def body(builder, query, keys, out):
-        sums = [_load(builder, out)] + [_lanes(_V, 0.0)] * 3
-        for dim in range(num_dims):
-            q = _splat(builder, _load_scalar(builder, query, 4 * dim))
-            k = load(builder, keys, kv_bytes * LANES * dim)
-            sums[dim % 4] = _fma(builder, q, k, sums[dim % 4])
-        total = builder.fadd(builder.fadd(sums[0], sums[1]), builder.fadd(sums[2], sums[3]))
-        _store(builder, total, out)
-
-    return body
-
-
-def _values_body(load, num_tokens, num_vectors, kv_bytes):
-    def body(builder, weights, values, out, token_stride):
-        sums = [_load(builder, out, 64 * j) for j in range(num_vectors)]
-        for token in range(num_tokens):
-            w = _splat(builder, _load_scalar(builder, weights, 4 * token))
-            row = builder.add(values, builder.mul(token_stride, ir.Constant(token_stride.type, token)))
-            for j in range(num_vectors):
-                sums[j] = _fma(builder, w, load(builder, row, kv_bytes * LANES * j), sums[j])
-        for j in range(num_vectors):
-            _store(builder, sums[j], out, 64 * j)
-
-    return body
-
-
-@intrinsic
-def scores_16(context, query, keys, out):
-    """out[16 tokens] += sum over 16 dims of query[dim] * keys[dim][16 tokens]."""
-    return _void(3, _scores_body(_load, 16, 4))
-
-
-@intrinsic
-def scores_16_bf16(context, query, keys, out):
-    return _void(3, _scores_body(_load_bf16, 16, 2))
-
-
-@intrinsic
-def scores_1(context, query, keys, out):
-    """The same for one dim."""
-    return _void(3, _scores_body(_load, 1, 4))
-
-
-@intrinsic
-def scores_1_bf16(context, query, keys, out):
-    return _void(3, _scores_body(_load_bf16, 1, 2))
-
-
-@intrinsic
-def values_64(context, weights, values, out, token_stride):
-    """out[64 dims] += sum over 16 tokens of weights[token] * values[token][64 dims]."""
-    return _void(4, _values_body(_load, 16, 4, 4))
-
-
-@intrinsic
-def values_64_bf16(context, weights, values, out, token_stride):
-    return _void(4, _values_body(_load_bf16, 16, 4, 2))
-
-
-@intrinsic
-def values_16(context, weights, values, out, token_stride):
-    """The same for 16 dims."""
-    return _void(4, _values_body(_load, 16, 1, 4))
-
-
-@intrinsic
-def values_16_bf16(context, weights, values, out, token_stride):
-    return _void(4, _values_body(_load_bf16, 16, 1, 2))
-
-
-@intrinsic
-def value_16(context, weights, values, out, token_stride):
-    """One token, 16 dims."""
-    return _void(4, _values_body(_load, 1, 1, 4))
-
-
-@intrinsic
-def value_16_bf16(context, weights, values, out, token_stride):
-    return _void(4, _values_body(_load_bf16, 1, 1, 2))
-
-
 @intrinsic
 def max_16(context, values, out):
     """out = max(out, values), lane by lane."""
@@ -192,15 +112,25 @@ def max_16(context, values, out):
 
 
 @intrinsic
-def scale_16(context, values, factor):
-    """values *= factor."""
+def scale_16(context, values, factor, out):
+    """out = values * factor."""
 
     def codegen(context, builder, signature, arguments):
-        values, factor = arguments
-        _store(builder, builder.fmul(_load(builder, values), _splat(builder, factor)), values)
+        values, factor, out = arguments
+        _store(builder, builder.fmul(_load(builder, values), _splat(builder, factor)), out)
         return context.get_dummy_value()
 
-    return types.void(_ADDRESS, types.float32), codegen
+    return types.void(_ADDRESS, types.float32, _ADDRESS), codegen
+
+
+@intrinsic
+def widen_16(context, source, target):
+    """Sixteen bfloat16 to float32."""
+
+    def body(builder, source, target):
+        _store(builder, _load_bf16(builder, source), target)
+
+    return _void(2, body)
 
 
 @intrinsic
@@ -288,75 +218,66 @@ def _prefetch(builder, address):
     builder.call(prefetch, [builder.inttoptr(address, pointer), read, second_level, data])
 
 
-def linear_block(num_rows, load, weight_bytes):
-    """An intrinsic: out[num_rows][32] += x[num_rows][count] @ panel[count][32], x and sums float32.
+def _row_block(most_rows, num_vectors, load, weight_bytes):
+    """An intrinsic: out[row][16 v] += x[row][count] @ panel[count][16 v], for 1 to `most_rows` rows.
 
-    Arguments: x, its row stride, panel, count, out, its row stride, ahead, ahead step (strides in
-    bytes). The sums stay in registers; each output is one chain of fused multiply-adds in the order
-    of the inner index, so it does not depend on `num_rows`. Meanwhile the cache lines at
-    `ahead + i * ahead_step` are fetched: weights wanted next.
+    Arguments: number of rows; x and its row stride; panel and its stride from one inner index to the
+    next; count; out and its row stride; `ahead` and its step: the cache lines at `ahead + i * step`
+    are fetched meanwhile. Strides are in bytes; x, out and the sums are float32.
+
+    The sums stay in registers. Each output is one chain of fused multiply-adds in the order of the
+    inner index, so it does not depend on how many rows come together.
     """
 
-    def codegen(context, builder, signature, arguments):
-        x, x_stride, panel, count, out, out_stride, ahead, ahead_step = arguments
-
+    def emit(builder, num_rows, x, x_stride, panel, panel_stride, count, out, out_stride, ahead, step):
         def const(value):
             return ir.Constant(count.type, value)
 
-        sums = [
-            [cgutils.alloca_once_value(builder, _lanes(_V, 0.0)) for _ in range(2)] for _ in range(num_rows)
-        ]
+        sums = [[cgutils.alloca_once(builder, _V) for _ in range(num_vectors)] for _ in range(num_rows)]
+        for total in itertools.chain(*sums):
+            builder.store(_lanes(_V, 0.0), total)
         rows = [builder.add(x, builder.mul(x_stride, const(row))) for row in range(num_rows)]
         with cgutils.for_range(builder, count) as loop:
-            at_panel = builder.add(panel, builder.mul(loop.index, const(2 * LANES * weight_bytes)))
-            weights = [load(builder, at_panel, LANES * weight_bytes * j) for j in range(2)]
-            _prefetch(builder, builder.add(ahead, builder.mul(loop.index, ahead_step)))
+            at_panel = builder.add(panel, builder.mul(loop.index, panel_stride))
+            weights = [load(builder, at_panel, LANES * weight_bytes * j) for j in range(num_vectors)]
+            _prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)))
             offset = builder.mul(loop.index, const(4))
             for row in range(num_rows):
                 value = _splat(builder, _load_scalar(builder, builder.add(rows[row], offset)))
-                for j in range(2):
+                for j in range(num_vectors):
                     total = _fma(builder, value, weights[j], builder.load(sums[row][j]))
                     builder.store(total, sums[row][j])
         for row in range(num_rows):
             at_out = builder.add(out, builder.mul(out_stride, const(row)))
-            for j in range(2):
+            for j in range(num_vectors):
                 total = builder.fadd(_load(builder, at_out, 64 * j), builder.load(sums[row][j]))
                 _store(builder, total, at_out, 64 * j)
+
+    def codegen(context, builder, signature, arguments):
+        num_rows, *rest = arguments
+        end = builder.append_basic_block("rows.end")
+        switch = builder.switch(num_rows, end)
+        for rows in range(1, most_rows + 1):
+            block = builder.append_basic_block(f"rows.{rows}")
+            switch.add_case(ir.Constant(num_rows.type, rows), block)
+            builder.position_at_end(block)
+            emit(builder, rows, *rest)
+            builder.branch(end)
+        builder.position_at_end(end)
         return context.get_dummy_value()
 
     @intrinsic
-    def block(context, x, x_stride, panel, count, out, out_stride, ahead, ahead_step):
-        return types.void(*[_ADDRESS] * 8), codegen
+    def block(context, num_rows, x, x_stride, panel, panel_stride, count, out, out_stride, ahead, step):
+        return types.void(*[_ADDRESS] * 10), codegen
 
     return block
 
 
-# One name each, since Numba inlines what it finds under a global name.
-(
-    linear_1,
-    linear_2,
-    linear_3,
-    linear_4,
-    linear_5,
-    linear_6,
-    linear_7,
-    linear_8,
-    linear_9,
-    linear_10,
-    linear_11,
-    linear_12,
-) = (linear_block(num_rows, _load, 4) for num_rows in range(1, 13))
-(
-    linear_1_bf16,
-    linear_2_bf16,
-    linear_3_bf16,
-    linear_4_bf16,
-    linear_5_bf16,
-    linear_6_bf16,
-    linear_7_bf16,
-    linear_8_bf16,
-    linear_9_bf16,
-    linear_10_bf16,
-    linear_11_bf16,
-    linear_12_bf16,
-) = (linear_block(num_rows, _load_bf16, 2) for num_rows in range(1, 13))
+# As many rows as leave registers for the panel, with AVX-512.
+ROWS_W1, ROWS_W2, ROWS_W4 = 12, 12, 6
+multiply_w1 = _row_block(ROWS_W1, 1, _load, 4)
+multiply_w1_bf16 = _row_block(ROWS_W1, 1, _load_bf16, 2)
+multiply_w2 = _row_block(ROWS_W2, 2, _load, 4)
+multiply_w2_bf16 = _row_block(ROWS_W2, 2, _load_bf16, 2)
+multiply_w4 = _row_block(ROWS_W4, 4, _load, 4)
+multiply_w4_bf16 = _row_block(ROWS_W4, 4, _load_bf16, 2)
