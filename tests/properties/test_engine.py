@@ -73,9 +73,7 @@ class Watched(Engine):
 
     def __init__(self, limits) -> None:
         super().__init__(limits)
-        self.slots: dict[int, str] = {}
-        self.prefill_order: list[str] = []
-        self.computed: dict[str, int] = {}
+        self.in_order = False
 
     def decide(self, now):
         was_in_flight = self._flight is not None
@@ -91,6 +89,11 @@ class Watched(Engine):
         assert stats["num_sequences"] == stats["num_running"] + stats["num_waiting"]
         # Something to do and nobody doing it would be for ever.
         assert self._flight is not None or stats["num_sequences"] == 0
+        if self.in_order:
+            # As they came, preempted ones included: whoever is on the device is older than all who wait.
+            arrival = list(self._sequences)
+            waiting = list(self._waiting)
+            assert waiting == arrival[len(arrival) - len(waiting) :]
         return effects
 
     def check(self, args):
@@ -106,8 +109,9 @@ class Watched(Engine):
             assert sequence.num_pages_sent == len(pages)
 
 
-def play(limits, posts, failing=(), lost=False):
+def play(limits, posts, failing=(), lost=False, in_order=False):
     engine = Watched(limits)
+    engine.in_order = in_order
     heard: dict[str, list] = {}
     simulator = Simulator(
         {"engine": engine},
@@ -174,7 +178,7 @@ def test_first_tokens_come_in_the_order_of_arrival(limits, posts):
         if isinstance(s, Submit) and s.sampling.max_tokens != 0
     ]
     arrivals.sort(key=lambda item: item[:2])
-    _, heard = play(limits, [(at_s, submit) for at_s, _, submit in arrivals])
+    _, heard = play(limits, [(at_s, submit) for at_s, _, submit in arrivals], in_order=True)
     firsts = [
         next((now for now, output in heard[submit.request_id] if output.token_ids), None)
         for _, _, submit in arrivals

@@ -170,7 +170,7 @@ def read_response(sock: socket.socket) -> tuple[int, dict]:
     return int(head.split()[1]), json.loads(body)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def serve_engine():
     """`serve_engine(make, **create_app arguments)`: start a server over `make()`; stopped at the end."""
     running = []
@@ -200,7 +200,7 @@ def serve_engine():
         server.__exit__()
 
 
-@pytest.fixture(scope="module", params=["thread", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(scope="package", params=["thread", pytest.param("ray", marks=pytest.mark.ray)])
 def served(request, serve_engine, tiny_folder) -> Served:
     """A server over the real engine: in its own process, and in a Ray actor."""
     if request.param == "ray":
