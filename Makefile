@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 # Modules are compiled when they are first imported: compiling all of them takes longer than unpacking.
 PIP_INSTALL := $(PY) -m pip install --no-compile --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -13,6 +13,10 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@$(PY) -m pytest $(ARGS)
+
+# What a machine with a CUDA device can check, in minutes.
+test-gpu: $(VENV)/.installed-dev
+	@$(PY) -m pytest -m gpu $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	@$(PY) -m ruff check .

@@ -16,7 +16,7 @@ from genserve.ar.step import Admit, Row, Sampled, StepArgs, StepResult
 from genserve.core.control import Done, Effect, Event, Failed, Message, Run, Send, Timer, WakeAt
 from genserve.core.kv.blocks import NO_MATCH, PAGE_TOKENS, KvPages, PageLease, PrefixMatch
 from genserve.core.scheduling.budget import PrefillNeed, plan_prefills
-from genserve.core.types import Abort, FinishReason, Submit, TokenLogprobs, TokenOutput
+from genserve.core.types import DEADLINE_EXCEEDED, Abort, FinishReason, Submit, TokenLogprobs, TokenOutput
 
 DEVICE_LANE = "device"
 STEP = "step"
@@ -137,7 +137,7 @@ class Engine:
         elif isinstance(event, Timer):
             sequence = self._sequences.get(event.tag)
             if sequence is not None and sequence.has_deadline:  # else it was an earlier one of that name
-                self._end(event.tag, "error", "deadline exceeded")
+                self._end(event.tag, "error", DEADLINE_EXCEEDED)
 
     def _on_submit(self, submit: Submit) -> None:
         problem = self._refusal(submit)

@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# `TokenOutput.error` of a sequence whose deadline passed.
+DEADLINE_EXCEEDED = "deadline exceeded"
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:

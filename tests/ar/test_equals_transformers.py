@@ -126,3 +126,16 @@ def test_logits_do_not_depend_on_chunks_company_cache_or_preemption_bit_for_bit(
         driver = run("llama", settings)
         seen.append([output.logprobs for i in range(len(LENGTHS)) for output in driver.outputs[f"r{i}"]])
     assert all(other == seen[0] for other in seen[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "opt"])
+def test_a_gpu_gives_the_tokens_of_transformers(arch):
+    model = make_tiny_model(arch, 1).to("cuda")
+    driver = Driver(tiny_parts(arch, model=model))
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    driver.run(*[submit(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts())])
+    reference = make_tiny_model(arch, 1)
+    for index, prompt in enumerate(prompts()):
+        assert driver.tokens(f"r{index}") == greedy(reference, prompt, NUM_NEW)[0]

@@ -32,7 +32,7 @@ from genserve.core.runtime.sampling_limits import (
     validate_sampling,
 )
 from genserve.core.text.tokenizer import Tokenizer
-from genserve.core.types import EngineInfo, Grammar, Submit, TokenOutput
+from genserve.core.types import DEADLINE_EXCEEDED, EngineInfo, Grammar, Submit, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,8 @@ class Completion:
 
     def _failure(self, choice: Choice, output: TokenOutput) -> Exception:
         deadline_s = choice.request.deadline_s
-        if deadline_s is not None and self._clock() >= deadline_s:
+        passed = deadline_s is not None and self._clock() >= deadline_s
+        if passed or output.error == DEADLINE_EXCEEDED:
             return DeadlineExceeded("the request's deadline passed before it finished")
         if output.finish_reason == "abort":
             return Cancelled(output.error or "the request was aborted")

@@ -24,6 +24,9 @@ CASES = [
 ]
 
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 def build(kind, layers, num_pages, dtype):
     if kind == "cpu":
         return CpuAttention(layers, num_pages, dtype)
@@ -33,7 +36,8 @@ def build(kind, layers, num_pages, dtype):
         return backend
     if kind == "cpu-threads":
         return CpuAttention(layers, num_pages, dtype, ThreadTeam(3))
-    return ReferenceAttention(layers, num_pages, dtype)
+    device = "cuda" if kind == "reference-cuda" else "cpu"
+    return ReferenceAttention(layers, num_pages, dtype, device=device)
 
 
 def dense(query, key, value, rule):
@@ -50,7 +54,16 @@ def dense(query, key, value, rule):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cpu-narrow", "cpu-threads", "reference"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        "cpu-narrow",
+        "cpu-threads",
+        "reference",
+        pytest.param("reference-cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]),
+    ],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_ragged_chunks_equal_dense_attention(kind, case, dtype):
@@ -83,8 +96,9 @@ def test_ragged_chunks_equal_dense_attention(kind, case, dtype):
         ]
         # The layout that models hand over: [heads, tokens, dim], transposed.
         query, key, value = (part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts)
-        backend.write(1, key, value, batch)
-        out = backend.attend(1, query, batch, rule)
+        device = "cuda" if kind.endswith("cuda") else "cpu"
+        backend.write(1, key.to(device), value.to(device), batch)
+        out = backend.attend(1, query.to(device), batch, rule).cpu()
         assert out.shape == query.shape
         assert out.dtype == dtype
         for span in batch.spans:
