@@ -51,3 +51,11 @@ def test_greedy_answers_to_a_ragged_batch_equal_transformers():
     assert [driver.tokens(f"q{i}") for i in range(len(prompts))] == answers
     assert "Paris" in loaded.tokenizer.decode(answers[0])
     assert driver.engine.num_cached_tokens > 0
+
+
+def test_every_layer_runs_on_the_kernels():
+    from genserve.core.models.kernels.fuse import optimize_for_cpu
+    from genserve.core.models.kernels.threads import ThreadTeam
+
+    model = load_model("smollm2", dtype="float32").model
+    assert optimize_for_cpu(model, ThreadTeam()) == {"norms": 2 * 30 + 1, "mlps": 30, "linears": 4 * 30 + 1}

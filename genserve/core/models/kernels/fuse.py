@@ -108,4 +108,5 @@ def _same(module: torch.nn.Module, candidate: torch.nn.Module, width: int) -> bo
         return False
     if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
         return False
-    return torch.allclose(candidate(x), expected, atol=1e-4, rtol=1e-4)
+    # Relative to the largest output: sums that cancel keep the rounding of their terms.
+    return bool((candidate(x) - expected).abs().max() <= 1e-5 * expected.abs().max())
