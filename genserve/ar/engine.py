@@ -8,6 +8,7 @@ rebuilt from token ids, so running out of pages preempts the youngest sequence a
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -92,7 +93,12 @@ class Sequence:
 
     @property
     def uses_cache(self) -> bool:
-        return self.prompt_logprobs is None
+        return self.sampling.prompt_logprobs is None
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """They are told once, with the first output; what a recomputation yields again is dropped."""
+        told, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if told is None else tuple(told)
 
 
 class Engine:
@@ -217,7 +223,7 @@ class Engine:
                 finish_reason=reason,
                 stop_token_id=token_id if reason == "stop" else None,
                 num_cached_tokens=sequence.first_cached_tokens,
-                prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.prompt_logprobs else None,
+                prompt_logprobs=sequence.take_prompt_logprobs(),
             )
         )
         if reason is not None:
@@ -242,7 +248,7 @@ class Engine:
                 finish_reason=reason,
                 error=error,
                 num_cached_tokens=max(sequence.first_cached_tokens, 0),
-                prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.prompt_logprobs else None,
+                prompt_logprobs=sequence.take_prompt_logprobs(),
             )
         )
         self._forget(sequence)
@@ -250,6 +256,8 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         """Give back everything the sequence holds, whatever its state."""
         del self._sequences[sequence.request_id]
+        if sequence.has_deadline:
+            self._timers.append(WakeAt(math.inf, sequence.request_id))
         if sequence.slot >= 0:
             (self._decoding if sequence in self._decoding else self._prefilling).remove(sequence)
             self._leave_device(sequence)

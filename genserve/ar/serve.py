@@ -59,14 +59,15 @@ def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
     import torch
 
     from genserve.ar.worker import ArWorker
-    from genserve.core.models.attention.backend import AttentionBackend, page_bytes
+    from genserve.core.models.attention.backend import AttentionBackend
     from genserve.core.models.attention.cpu import CpuAttention
     from genserve.core.models.attention.reference import ReferenceAttention
     from genserve.core.models.grammar import GrammarCompiler, GrammarMatcher
     from genserve.core.models.kernels.fuse import optimize_for_cpu
     from genserve.core.models.kernels.threads import ThreadTeam
 
-    per_page = page_bytes(loaded.layer_specs, loaded.dtype, PAGE_TOKENS)
+    kind = CpuAttention if loaded.device.type == "cpu" else ReferenceAttention
+    per_page = kind.page_bytes(loaded.layer_specs, loaded.dtype)
     num_pages = config.kv_pool // per_page
     if num_pages < 1:
         raise ConfigError(f"kv_pool: {config.kv_pool} bytes hold no page; one takes {per_page} bytes")

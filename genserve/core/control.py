@@ -69,7 +69,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """Deliver `Timer(tag)` at `time_s` on the loop's clock. Asking again for a tag replaces the time."""
+    """Deliver `Timer(tag)` at `time_s` on the loop's clock. Asking again for a tag replaces the time.
+
+    An infinite time takes the wish back.
+    """
 
     time_s: float
     tag: str

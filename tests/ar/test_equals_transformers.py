@@ -59,10 +59,10 @@ def run(arch, settings, dtype=torch.float32):
 
 
 def page_size_bytes(arch, dtype):
-    from genserve.core.models.attention.backend import page_bytes
+    from genserve.core.models.attention.cpu import CpuAttention
     from genserve.core.models.loading import wrap_model
 
-    return page_bytes(wrap_model(make_tiny_model(arch, 1).to(dtype)).layer_specs, dtype, 16)
+    return CpuAttention.page_bytes(wrap_model(make_tiny_model(arch, 1).to(dtype)).layer_specs, dtype)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
@@ -119,11 +119,12 @@ def test_bf16_agrees_with_transformers_until_rounding_decides(arch):
                 break
 
 
-def test_logits_do_not_depend_on_chunks_company_cache_or_preemption_bit_for_bit():
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_do_not_depend_on_chunks_company_cache_or_preemption_bit_for_bit(arch):
     """On fp32 CPU the log-probabilities are the same floats, not just close ones."""
     seen = []
-    for settings in SETTINGS.values():
-        driver = run("llama", settings)
+    for settings in [*SETTINGS.values(), {"num_threads": 2}]:
+        driver = run(arch, settings)
         seen.append([output.logprobs for i in range(len(LENGTHS)) for output in driver.outputs[f"r{i}"]])
     assert all(other == seen[0] for other in seen[1:])
 

@@ -150,3 +150,13 @@ def test_closed_and_unknown(folder):
         LLM(folder, kv_pool="1B")
     with pytest.raises(ConfigError, match="max_runing: unknown key"):
         LLM(folder, max_runing=3)
+
+
+def test_timers_of_finished_requests_are_taken_back(folder):
+    async def main():
+        async with await AsyncLLM.start(folder, **OPTIONS) as llm:
+            for _ in range(20):
+                await llm.generate("abc", max_tokens=2, timeout_s=3600)
+            return len(llm.engine._loop._timers)
+
+    assert asyncio.run(main()) == 0

@@ -7,6 +7,7 @@ that becomes due before the loop gets its turn counts as one instant (see `core.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -107,6 +108,8 @@ class LiveLoop:
             pending = self._timers.pop((name, effect.tag), None)
             if pending is not None:
                 pending.cancel()
+            if effect.time_s == math.inf:
+                return
             if effect.time_s <= now:
                 self._dispatch.event(name, Timer(effect.tag))
             else:

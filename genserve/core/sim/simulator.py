@@ -7,6 +7,7 @@ dispatch rule as the live loop, so that both give the same event log for the sam
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,7 +92,9 @@ class Simulator:
                     raise KeyError(f"{name} sent to {effect.to!r}, which is no controller and no sink")
                 sink(now, effect.body)
         elif isinstance(effect, WakeAt):
-            if effect.time_s <= now:
+            if effect.time_s == math.inf:
+                self._timers.pop((name, effect.tag), None)
+            elif effect.time_s <= now:
                 self._timers.pop((name, effect.tag), None)
                 self._dispatch.event(name, Timer(effect.tag))
             else:

@@ -149,3 +149,11 @@ def test_a_row_does_not_depend_on_chunking_or_company():
     whole = run([[(0, 0, 40)]])
     assert torch.equal(whole, run([[(0, 0, 7), (1, 0, 9)], [(1, 9, 1), (0, 7, 30)], [(0, 37, 3)]]))
     assert torch.equal(whole, run([[(0, 0, 5), (1, 0, 9)], [(0, 5, 35)]], wide=False))
+
+
+@pytest.mark.parametrize("kind", [CpuAttention, ReferenceAttention])
+@pytest.mark.parametrize("head_dim", [8, 16, 20, 64, 72])
+def test_a_page_costs_what_the_backend_says(kind, head_dim):
+    layers = [LayerSpec(4, 2, head_dim, None, None, 1.0), LayerSpec(4, 1, head_dim, None, None, 1.0)]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert kind(layers, 5, dtype).num_bytes == 5 * kind.page_bytes(layers, dtype)

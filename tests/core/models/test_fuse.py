@@ -16,7 +16,7 @@ FOUND = {
     "gemma": ("norms",),
     "gemma2": ("norms",),
     "gemma3": ("norms",),
-    "mixtral": ("norms",),
+    "mixtral": ("norms", "experts", "routers"),
     "opt": (),
     "gpt2": (),
 }
@@ -31,7 +31,7 @@ def test_models_keep_their_function(arch):
         counts = optimize_for_cpu(model, ThreadTeam())
         after = model(ids).logits
     torch.testing.assert_close(after, before, atol=2e-4, rtol=1e-4)
-    for kind in ("norms", "mlps"):
+    for kind in ("norms", "mlps", "experts", "routers"):
         assert (counts[kind] > 0) == (kind in FOUND[arch]), counts
     assert counts["linears"] > 0
 
@@ -47,7 +47,13 @@ def test_a_lookalike_is_left_alone():
             return x * self.weight + self.eps
 
     model = torch.nn.Sequential(Lookalike(), torch.nn.LayerNorm(32))
-    assert optimize_for_cpu(model, ThreadTeam()) == {"norms": 0, "mlps": 0, "linears": 0}
+    assert optimize_for_cpu(model, ThreadTeam()) == {
+        "norms": 0,
+        "mlps": 0,
+        "experts": 0,
+        "routers": 0,
+        "linears": 0,
+    }
 
 
 @torch.no_grad()

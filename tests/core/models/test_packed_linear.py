@@ -1,5 +1,9 @@
 """Packed linear layers: equal to torch's, and each row bit for bit independent of its batch."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -66,3 +70,34 @@ def test_pack_linears_keeps_a_model_s_function():
         assert pack_linears(model, ThreadTeam()) == 2 * 4 + 1
         torch.testing.assert_close(model(ids).logits, before, atol=1e-5, rtol=1e-5)
     assert _multiply.signatures
+
+
+def test_threads_that_share_one_heap_get_right_results():
+    """Scratch that lived only by its address once went back to the allocator while it was in use."""
+    script = """
+import torch
+from genserve.core.models.attention.backend import AttentionRule
+from genserve.core.models.attention.batch import PagedBatch
+from genserve.core.models.attention.cpu import CpuAttention
+from genserve.core.models.kernels.linear import PackedLinear
+from genserve.core.models.kernels.threads import ThreadTeam
+from genserve.core.models.layers import LayerSpec
+import numpy as np
+torch.manual_seed(0)
+weight = torch.randn(512, 512).bfloat16().float()
+x = torch.randn(64, 512)
+alone = PackedLinear(weight, None, ThreadTeam())(x)
+shared = PackedLinear(weight, None, ThreadTeam(2))
+assert all(torch.equal(shared(x), alone) for _ in range(300))
+table = np.arange(64, dtype=np.int32).reshape(4, 16)
+batch = PagedBatch.pack([(slot, 0, 200) for slot in range(4)], table)
+query, key, value = torch.randn(3, 800, 8, 32)
+outs = []
+for team in (ThreadTeam(), ThreadTeam(2)):
+    backend = CpuAttention([LayerSpec(8, 8, 32, None, None, 0.2)], 64, torch.float32, team)
+    backend.write(0, key, value, batch)
+    outs += [backend.attend(0, query, batch, AttentionRule(0.2)) for _ in range(20)]
+assert all(torch.equal(out, outs[0]) for out in outs)
+"""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)

@@ -7,14 +7,12 @@ batch, travel as the keyword argument `paged` of the model's forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from genserve.core.models.attention.batch import PagedBatch
-from genserve.core.models.layers import LayerSpec
 
 PAGED = "genserve_paged"
 
@@ -29,7 +27,15 @@ class AttentionRule:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over paged KV. Shapes: T tokens, H query heads, K KV heads, D head dims."""
+    """Causal attention over paged KV. Shapes: T tokens, H query heads, K KV heads, D head dims.
+
+    A class also says, before it is built, what a page costs: `page_bytes(layers, dtype)`.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages, which are allocated once."""
+        ...
 
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         """Store KV of the batch's tokens at their positions, overwriting what is there."""
@@ -79,9 +85,3 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(PAGED, paged_attention_forward)
-
-
-def page_bytes(layers: Sequence[LayerSpec], dtype: torch.dtype, page_tokens: int) -> int:
-    """Bytes one page takes over all layers, keys and values together."""
-    per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
-    return per_token * page_tokens * dtype.itemsize

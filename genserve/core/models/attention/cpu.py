@@ -9,10 +9,15 @@ import torch
 
 from genserve.core.models.attention.backend import AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
-from genserve.core.models.kernels.attention import PAGE, attend_rows, write_pages
+from genserve.core.models.kernels.attention import MOST_QUERIES, PAGE, attend_rows, write_pages
 from genserve.core.models.kernels.linear import registers_are_wide
 from genserve.core.models.kernels.threads import ThreadTeam
 from genserve.core.models.layers import LayerSpec
+
+
+def _padded(head_dim: int) -> int:
+    """Values are summed sixteen dims at a time."""
+    return -(-head_dim // 16) * 16
 
 
 class CpuAttention:
@@ -25,7 +30,7 @@ class CpuAttention:
             raise ValueError(f"KV pages on a CPU are float32 or bfloat16, not {dtype}")
         self._dtype = dtype
         self._layers = layers
-        self._padded_dims = [-(-layer.head_dim // 16) * 16 for layer in layers]
+        self._padded_dims = [_padded(layer.head_dim) for layer in layers]
         self._keys = [
             torch.zeros(num_pages, layer.num_kv_heads, layer.head_dim, PAGE, dtype=dtype) for layer in layers
         ]
@@ -35,6 +40,12 @@ class CpuAttention:
         ]
         self._team = team or ThreadTeam()
         self._wide = registers_are_wide()
+
+    @staticmethod
+    def page_bytes(layers: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers, keys and values, padding included."""
+        cells = sum(layer.num_kv_heads * (layer.head_dim + _padded(layer.head_dim)) for layer in layers)
+        return cells * PAGE * dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +111,8 @@ class CpuAttention:
                 first,
                 last,
                 self._wide,
+                np.empty(MOST_QUERIES * dims, np.float32),
+                np.empty(MOST_QUERIES * padded, np.float32),
             )
 
         self._team.run(rows, self._cuts(batch, num_heads * dims))

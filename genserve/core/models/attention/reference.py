@@ -31,6 +31,12 @@ class ReferenceAttention:
             for layer in layers
         ]
 
+    @staticmethod
+    def page_bytes(layers: Sequence[LayerSpec], dtype: torch.dtype, page_tokens: int = 16) -> int:
+        """Bytes of one page over all layers, keys and values."""
+        cells = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
+        return cells * page_tokens * dtype.itemsize
+
     @property
     def num_bytes(self) -> int:
         return sum(pages.nbytes for pages in self._pages)

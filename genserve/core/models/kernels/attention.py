@@ -29,6 +29,7 @@ from genserve.core.models.kernels.vector_ir import (
 _LOG2E = np.float32(1.4426950408889634)
 _LOWEST = np.float32(-3e38)
 PAGE = 16
+MOST_QUERIES = ROWS_W1
 
 
 @njit(nogil=True, cache=True, boundscheck=False)
@@ -179,15 +180,17 @@ def attend_rows(
     first_row,
     last_row,
     wide,  # whether the registers hold the larger blocks (AVX-512)
+    queries,  # float32 [MOST_QUERIES * dim]: scratch, as are the sums
+    sums,  # float32 [MOST_QUERIES * padded dim]
 ):
+    # Scratch that is used by address comes from the caller, who keeps it: numba frees its own arrays
+    # after their last use by name, however long their addresses are used.
     longest = 0
     for row in range(first_row, last_row):
         longest = max(longest, positions[row] + 1)
     row_floats = (longest + PAGE - 1) // PAGE * PAGE
     most = ROWS_W1 if wide else 4
     scores = np.empty(most * row_floats, np.float32)
-    queries = np.empty(most * num_dims, np.float32)
-    sums = np.empty(most * num_padded_dims, np.float32)
     inverses = np.empty(most, np.float32)
     lanes = np.empty(2 * PAGE, np.float32)
     # Addresses as signed numbers: numba turns sums of signed and unsigned into floats.

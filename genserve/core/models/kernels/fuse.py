@@ -6,7 +6,7 @@ gives the same on random inputs. Whatever is not recognised stays as it is.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -49,20 +49,63 @@ class GatedMlp(torch.nn.Module):
         self._down = PackedLinear(down.weight.detach(), down.bias, team)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self._gate_up(x)
-        width = gate_up.shape[-1] // 2
-        gated = torch.empty(*gate_up.shape[:-1], width)
-        silu_mul_rows(gate_up.data_ptr(), gated.data_ptr(), gated.numel() // width, width)
-        return self._down(gated)
+        return self._down(_silu_mul(self._gate_up(x)))
+
+
+def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    width = gate_up.shape[-1] // 2
+    gated = torch.empty(*gate_up.shape[:-1], width)
+    silu_mul_rows(gate_up.data_ptr(), gated.data_ptr(), gated.numel() // width, width)
+    return gated
+
+
+class Experts(torch.nn.Module):
+    """A mixture's experts, each a gated MLP whose gate and up come as one weight.
+
+    gate_up_EOH, down_EHI  float32 weights of all experts.
+    """
+
+    def __init__(self, gate_up_EOH: torch.Tensor, down_EHI: torch.Tensor, team: ThreadTeam) -> None:
+        super().__init__()
+        self._gate_up = [PackedLinear(weight, None, team) for weight in gate_up_EOH.detach()]
+        self._down = [PackedLinear(weight, None, team) for weight in down_EHI.detach()]
+
+    def forward(self, x_TH: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        out_TH = torch.zeros_like(x_TH)
+        # Expert by expert, so that each token sums its experts in the same order in any batch.
+        for expert in chosen_TK.unique().tolist():
+            tokens, places = torch.where(chosen_TK == expert)
+            gated = _silu_mul(self._gate_up[expert](x_TH[tokens]))
+            out_TH.index_add_(0, tokens, self._down[expert](gated) * weights_TK[tokens, places, None])
+        return out_TH
+
+
+class Router(torch.nn.Module):
+    """Softmax over the experts' scores, then the `num_chosen` best, their weights made to sum to one."""
+
+    def __init__(self, weight_EH: torch.Tensor, num_chosen: int, team: ThreadTeam) -> None:
+        super().__init__()
+        self._scores = PackedLinear(weight_EH.detach(), None, team)
+        self._num_chosen = num_chosen
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self._scores(x.reshape(-1, self._scores.in_features))
+        weights, chosen = logits.softmax(-1).topk(self._num_chosen, dim=-1)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
 def optimize_for_cpu(model: torch.nn.Module, team: ThreadTeam) -> dict[str, int]:
     """Replace what can be replaced in a float32 CPU model, in place; returns how many of each kind."""
     with torch.inference_mode():
-        counts = {"norms": 0, "mlps": 0}
+        counts = {"norms": 0, "mlps": 0, "experts": 0, "routers": 0}
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                for kind, candidate in (("norms", _as_norm(child)), ("mlps", _as_mlp(child, team))):
+                for kind, candidate in (
+                    ("norms", _as_norm(child)),
+                    ("mlps", _as_mlp(child, team)),
+                    ("experts", _as_experts(child, team)),
+                    ("routers", _as_router(child, team)),
+                ):
                     if candidate is not None:
                         setattr(parent, name, candidate)
                         counts[kind] += 1
@@ -96,17 +139,59 @@ def _as_mlp(module: torch.nn.Module, team: ThreadTeam) -> torch.nn.Module | None
     return candidate if _same(module, candidate, gate.in_features) else None
 
 
-def _is_plain(weight: object) -> bool:
+def _as_experts(module: torch.nn.Module, team: ThreadTeam) -> torch.nn.Module | None:
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not (_is_plain(gate_up) and _is_plain(down) and gate_up.ndim == down.ndim == 3):
+        return None
+    num_experts, width, num_in = gate_up.shape
+    if tuple(down.shape) != (num_experts, num_in, width // 2) or (width // 2) % LANES:
+        return None
+    x = _probe_input(num_in)[0]
+    chosen = torch.arange(2 * _PROBE_ROWS).view(_PROBE_ROWS, 2) % num_experts
+    weights = torch.linspace(0.1, 0.9, 2 * _PROBE_ROWS).view(_PROBE_ROWS, 2)
+    candidate = Experts(gate_up, down, team)
+    return candidate if _agree(module, candidate, x, chosen, weights) else None
+
+
+def _as_router(module: torch.nn.Module, team: ThreadTeam) -> torch.nn.Module | None:
+    weight, num_chosen = getattr(module, "weight", None), getattr(module, "top_k", None)
+    if not (_is_plain(weight) and weight.ndim == 2 and isinstance(num_chosen, int)):
+        return None
+    candidate = Router(weight, num_chosen, team)
+    return candidate if _agree(module, candidate, _probe_input(weight.shape[1])[0]) else None
+
+
+def _is_plain(weight: object) -> TypeGuard[torch.Tensor]:
     return isinstance(weight, torch.Tensor) and weight.dtype is torch.float32 and weight.device.type == "cpu"
 
 
+def _probe_input(width: int) -> torch.Tensor:
+    return torch.randn(1, _PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)) * 3
+
+
 def _same(module: torch.nn.Module, candidate: torch.nn.Module, width: int) -> bool:
-    x = torch.randn(1, _PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)) * 3
+    return _agree(module, candidate, _probe_input(width))
+
+
+def _agree(module: torch.nn.Module, candidate: torch.nn.Module, *inputs: torch.Tensor) -> bool:
+    """Whether both give the same tensors, or tuples of tensors."""
     try:
-        expected = module(x)
-    except TypeError:  # wants more than one input
+        expected = module(*inputs)
+    except TypeError:  # wants other inputs
         return False
-    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
-        return False
+    got = candidate(*inputs)
+    if isinstance(expected, torch.Tensor):
+        expected, got = (expected,), (got,)
+    return (
+        isinstance(expected, tuple)
+        and len(expected) == len(got)
+        and all(
+            isinstance(e, torch.Tensor) and e.shape == g.shape and _close(e, g)
+            for e, g in zip(expected, got, strict=True)
+        )
+    )
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Relative to the largest output: sums that cancel keep the rounding of their terms.
-    return bool((candidate(x) - expected).abs().max() <= 1e-5 * expected.abs().max())
+    return bool((a - b).abs().max() <= 1e-5 * b.abs().max())

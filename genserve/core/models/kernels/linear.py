@@ -48,12 +48,14 @@ def _multiply(
     wide,  # whether the registers hold the larger blocks (AVX-512)
     scratch,
     tail,
+    wide_part,  # float32 [_DEPTH * PANEL]
 ):
     # Strides in bytes. Rows go in tiles, whose part of `x` stays in cache while all panels pass by, and
     # in a tile in blocks of about equal size that fit the registers. The last panel, if only `tail` of
     # its 64 outputs exist, goes through `scratch`, float32 [num_rows, 64].
     most_rows = ROWS_W4 if wide else 3
-    wide_part = np.empty(_DEPTH * PANEL, np.float32)
+    # Scratch comes from the caller, who keeps it: numba frees its own arrays after their last use by
+    # name, however long their addresses are used.
     at_wide = np.int64(wide_part.ctypes.data)
     num_tiles = (num_rows + _TILE_ROWS - 1) // _TILE_ROWS
     for tile in range(num_tiles):
@@ -184,6 +186,7 @@ class PackedLinear(torch.nn.Module):
                 self._wide,
                 scratch,
                 self._tail if last_panel == last else 0,
+                np.empty(_DEPTH * PANEL if self._panels.itemsize == 2 else 0, np.float32),
             )
 
         # Reading a weight costs as much as some multiplications: few rows are worth threads, too.
