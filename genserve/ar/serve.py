@@ -36,13 +36,15 @@ class EngineParts:
 
 def build_parts(config: ArConfig, on_progress: Progress | None = None) -> EngineParts:
     """Load the model (fetching it if need be) and make its engine. Blocks; raises `ConfigError`."""
+    from genserve.core.models.source import resolve
+
+    source = resolve(config.model)  # before the imports that take seconds
     import torch
 
     from genserve.core.models.attention.backend import PAGED, register
-    from genserve.core.models.loading import load_model, resolve
+    from genserve.core.models.loading import load_model
 
     register()
-    source = resolve(config.model)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,6 +153,9 @@ async def start_engine(config: ArConfig, on_progress: Progress | None = None) ->
 
     aio = asyncio.get_running_loop()
     if config.executor == "ray":
+        from genserve.core.models.source import resolve
+
+        resolve(config.model)  # before the imports that take seconds
         from genserve.core.models.loading import load_tokenizer
         from genserve.core.runtime.ray_executor import RayEngine
 

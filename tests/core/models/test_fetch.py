@@ -13,8 +13,9 @@ import torch
 from genserve.core.errors import ConfigError, GenserveError, ModelNotFound
 from genserve.core.models import registry
 from genserve.core.models.fetch import FetchProgress, fetch
-from genserve.core.models.loading import load_model, resolve
+from genserve.core.models.loading import load_model
 from genserve.core.models.registry import BUILTIN_MODELS, BuiltinModel, is_cached, list_models, model_folder
+from genserve.core.models.source import resolve
 from genserve.core.models.tiny import make_tiny_model
 
 

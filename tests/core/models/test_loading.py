@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from genserve.core.errors import ConfigError, ModelNotFound
-from genserve.core.models.loading import ModelSource, load_model, resolve, wrap_model
+from genserve.core.models.loading import load_model, wrap_model
+from genserve.core.models.source import ModelSource, resolve
 from genserve.core.models.tiny import (
     TINY_ARCHITECTURES,
     make_tiny_folder,
