@@ -222,7 +222,7 @@ class Engine:
                 logprobs,
                 finish_reason=reason,
                 stop_token_id=token_id if reason == "stop" else None,
-                num_cached_tokens=sequence.first_cached_tokens,
+                num_cached_tokens=sequence.first_cached_tokens if first else 0,
                 prompt_logprobs=sequence.take_prompt_logprobs(),
             )
         )
@@ -242,12 +242,13 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
+        nothing_told = len(sequence.token_ids) == sequence.num_prompt
         self._outbox.append(
             TokenOutput(
                 request_id,
                 finish_reason=reason,
                 error=error,
-                num_cached_tokens=max(sequence.first_cached_tokens, 0),
+                num_cached_tokens=max(sequence.first_cached_tokens, 0) if nothing_told else 0,
                 prompt_logprobs=sequence.take_prompt_logprobs(),
             )
         )

@@ -98,7 +98,8 @@ class TokenOutput(NamedTuple):
     """New tokens of one sequence; the last one carries `finish_reason`.
 
     A stop token is part of `token_ids` (so counts are exact); `stop_token_id` names it, for front
-    ends that hide it. After `finish_reason` nothing more comes. `error` explains reason "error".
+    ends that hide it. `num_cached_tokens` and `prompt_logprobs` come once, with the first output.
+    After `finish_reason` nothing more comes. `error` explains reason "error".
     One is made per token: a tuple costs a third of a frozen dataclass.
     """
 
