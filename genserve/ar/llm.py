@@ -14,8 +14,10 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 from genserve.ar.config import ArConfig
@@ -129,12 +131,16 @@ class LLM:
         self, model: str, *, on_progress: Callable[[Any], None] | None = None, **options: Any
     ) -> None:
         self._aio = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._aio.run_forever, name="genserve-llm", daemon=True)
+        self._lock = threading.Lock()  # nothing is handed to the loop once `_closed` is set
+        self._closed = False
+        self._close_error: BaseException | None = None
+        self._llm: AsyncLLM | None = None
+        self._thread = threading.Thread(target=self._run_loop, name="genserve-llm", daemon=True)
         self._thread.start()
         try:
-            self._llm: AsyncLLM | None = self._call(AsyncLLM.start(model, on_progress=on_progress, **options))
+            self._llm = self._call(AsyncLLM.start(model, on_progress=on_progress, **options))
         except BaseException:
-            self._stop_loop()
+            self.close()
             raise
 
     @property
@@ -159,7 +165,7 @@ class LLM:
         llm = self._open()
         if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
             return self._call(llm.generate(prompts, **options))
-        return self._call(self._many([llm.generate(prompt, **options) for prompt in prompts], progress))
+        return self._call(self._many(partial(llm.generate, **options), prompts, progress))
 
     @overload
     def chat(self, messages: Sequence[Message], *, progress: bool = ..., **options: Any) -> Generation: ...
@@ -173,7 +179,7 @@ class LLM:
         llm = self._open()
         if not messages or isinstance(messages[0], dict):
             return self._call(llm.chat(messages, **options))
-        return self._call(self._many([llm.chat(item, **options) for item in messages], progress))
+        return self._call(self._many(partial(llm.chat, **options), messages, progress))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[ChoiceDelta]:
         """Complete one prompt as it comes. Leaving the loop early stops the generation."""
@@ -188,13 +194,17 @@ class LLM:
         return self._call(self._open().engine.stats())
 
     def close(self) -> None:
-        """Abort what runs and free model and thread. Safe to call twice."""
-        if self._llm is not None:
-            llm, self._llm = self._llm, None
-            try:
-                self._call(llm.aclose())
-            finally:
-                self._stop_loop()
+        """Abort what runs and free model and thread. Safe to call twice, and from any thread.
+
+        Whoever waits in another thread gets a `GenserveError`.
+        """
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            self._aio.call_soon_threadsafe(self._aio.stop)
+        self._thread.join()
+        if first and self._close_error is not None:
+            raise self._close_error
 
     def __enter__(self) -> LLM:
         return self
@@ -203,20 +213,54 @@ class LLM:
         self.close()
 
     def _open(self) -> AsyncLLM:
-        if self._llm is None:
-            raise GenserveError("this LLM is closed")
+        if self._closed or self._llm is None:
+            raise _closed()
         return self._llm
 
-    def _call(self, coroutine: Any) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._aio)
+    def _run_loop(self) -> None:
+        try:
+            self._aio.run_forever()
+            self._aio.run_until_complete(self._shut())
+        except BaseException as error:
+            self._close_error = error
+        finally:
+            self._aio.close()
+
+    async def _shut(self) -> None:
+        """End every call that still waits, then free the engine."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._llm is not None:
+            await self._llm.aclose()
+        await self._aio.shutdown_asyncgens()
+
+    def _schedule(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise _closed()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._aio)
+
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._result(self._schedule(coroutine))
+
+    def _result(self, future: Future[Any]) -> Any:
         try:
             return future.result()
+        except CancelledError:
+            if self._closed:
+                raise _closed() from None
+            raise
         except BaseException:  # Ctrl-C above all: what was asked for must not go on unseen
             future.cancel()
             raise
 
-    async def _many(self, jobs: list[Any], progress: bool) -> list[Generation]:
-        tasks = [asyncio.ensure_future(job) for job in jobs]
+    async def _many(
+        self, start: Callable[[Any], Coroutine[Any, Any, Generation]], items: Sequence[Any], progress: bool
+    ) -> list[Generation]:
+        tasks = [asyncio.ensure_future(start(item)) for item in items]
         try:
             if progress:
                 from rich.progress import Progress
@@ -234,31 +278,25 @@ class LLM:
             raise
 
     def _iterate(self, source: AsyncIterator[ChoiceDelta]) -> Iterator[ChoiceDelta]:
-        arrived: queue.SimpleQueue[ChoiceDelta | BaseException | None] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[ChoiceDelta | None] = queue.SimpleQueue()
 
         async def pump() -> None:
-            try:
-                async for delta in source:
-                    arrived.put(delta)
-                arrived.put(None)
-            except BaseException as error:
-                arrived.put(error)
-                if not isinstance(error, Exception):
-                    raise
+            async for delta in source:
+                arrived.put(delta)
 
-        future = asyncio.run_coroutine_threadsafe(pump(), self._aio)
+        future = self._schedule(pump())
+        # Also when the pump was cancelled before it began: the reader must not wait for ever.
+        future.add_done_callback(lambda _: arrived.put(None))
         try:
             while (item := arrived.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
                 yield item
+            self._result(future)
         finally:
             future.cancel()
 
-    def _stop_loop(self) -> None:
-        self._aio.call_soon_threadsafe(self._aio.stop)
-        self._thread.join()
-        self._aio.close()
+
+def _closed() -> GenserveError:
+    return GenserveError("this LLM is closed")
 
 
 def completion_request(

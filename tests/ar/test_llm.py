@@ -1,7 +1,9 @@
 """The library: sync, async and streaming give the same; refusals come before work."""
 
 import asyncio
+import signal
 import threading
+import time
 
 import pytest
 
@@ -150,3 +152,65 @@ def test_closed_and_unknown(folder):
         LLM(folder, kv_pool="1B")
     with pytest.raises(ConfigError, match="max_runing: unknown key"):
         LLM(folder, max_runing=3)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.02, 0.1])
+def test_closing_ends_every_call_of_other_threads(folder, delay_s):
+    llm = LLM(folder, **OPTIONS)
+    endless = {"max_tokens": 230, "ignore_eos": True, "n": 4}
+    ended = []
+
+    def call(work):
+        try:
+            while True:
+                work()
+        except BaseException as error:
+            ended.append(error)
+
+    works = (
+        lambda: llm.generate("abc", **endless),
+        lambda: llm.generate(["abc", "def"], **endless),
+        lambda: list(llm.stream("abc", **endless)),
+        lambda: llm.stats(),
+    )
+    threads = [threading.Thread(target=call, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    time.sleep(delay_s)
+    llm.close()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [(type(error), str(error)) for error in ended] == [(GenserveError, "this LLM is closed")] * 4
+
+
+def test_closing_ends_a_stream_that_is_read_later(folder):
+    llm = LLM(folder, **OPTIONS)
+    stream = llm.stream("abc", max_tokens=230, ignore_eos=True)
+    unread = llm.stream("abc", max_tokens=5)
+    next(stream)
+    llm.close()
+    with pytest.raises(GenserveError, match="this LLM is closed"):
+        list(stream)
+    with pytest.raises(GenserveError, match="this LLM is closed"):
+        next(unread)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_interrupt_aborts_what_was_asked_for(llm, streaming):
+    def interrupt():
+        while llm.stats()["num_sequences"] == 0:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    options = {"max_tokens": 240, "ignore_eos": True, "n": 8}
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(100):
+            list(llm.stream("abc", **options)) if streaming else llm.generate("abc", **options)
+    thread.join()
+    deadline = time.monotonic() + 10
+    while llm.stats()["num_sequences"]:
+        assert time.monotonic() < deadline
+    assert llm.stats()["num_used_pages"] == llm.stats()["num_streams"] == 0
