@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import queue
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +28,7 @@ from genserve.core.errors import GenserveError, InvalidRequest
 from genserve.core.runtime.choice import ChoiceDelta, CompletionRequest
 from genserve.core.runtime.client import EngineClient
 from genserve.core.runtime.completion import Completer, Completion, Usage
+from genserve.core.runtime.sampling_limits import check_number
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import FinishReason, Grammar, SamplingParams, TokenLogprobs
 
@@ -35,7 +38,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One choice: its text, token ids (stop tokens included), and why it ended."""
+    """One choice: its text, token ids (stop tokens included), and why it ended.
+
+    `logprobs` is aligned with `token_ids`; None unless asked for.
+    """
 
     index: int
     text: str
@@ -46,11 +52,16 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one prompt gave: `n` outputs in order, and the token counts."""
+    """What one prompt gave: `n` outputs in order, and the token counts.
+
+    `prompt_logprobs` is aligned with `prompt_token_ids` and begins with None, since nothing predicts the
+    first token; None unless asked for.
+    """
 
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Output, ...]
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -114,9 +125,16 @@ class AsyncLLM:
         await self.aclose()
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        if not _is_list(prompt):
+            kind = type(prompt).__name__
+            raise InvalidRequest("prompt", f"must be text or a list of token ids, not {kind}")
+        return tuple(prompt)
 
     def _template(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequest("messages", "must be a list of messages, each a dict")
         return tuple(self.tokenizer.apply_chat_template(list(messages)))
 
     def _start(self, prompt_token_ids: tuple[int, ...], options: dict[str, Any]) -> Completion:
@@ -163,7 +181,7 @@ class LLM:
         prompt of a list is refused, the error is raised and none of the list goes on.
         """
         llm = self._open()
-        if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
+        if not _is_list(prompts) or not all(isinstance(item, str) or _is_list(item) for item in prompts):
             return self._call(llm.generate(prompts, **options))
         return self._call(self._many(partial(llm.generate, **options), prompts, progress))
 
@@ -177,7 +195,7 @@ class LLM:
     def chat(self, messages: Any, *, progress: bool = False, **options: Any) -> Any:
         """Answer one conversation (a list of messages), or a list of conversations in one batch."""
         llm = self._open()
-        if not messages or isinstance(messages[0], dict):
+        if not _is_list(messages) or not messages or not all(map(_is_list, messages)):
             return self._call(llm.chat(messages, **options))
         return self._call(self._many(partial(llm.chat, **options), messages, progress))
 
@@ -299,9 +317,14 @@ def _closed() -> GenserveError:
     return GenserveError("this LLM is closed")
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
 def completion_request(
     request_id: str,
     prompt_token_ids: tuple[int, ...],
+    /,
     *,
     sampling: SamplingParams | None = None,
     n: int = 1,
@@ -319,10 +342,13 @@ def completion_request(
                  its field names) replace single values of it. Unknown names are `InvalidRequest`.
     n            choices; each has its own random stream, derived from the seed.
     stop         strings that end a choice; not part of its text.
-    timeout_s    seconds from now until the request is given up (`DeadlineExceeded`).
+    timeout_s    seconds (above 0) from now until the request is given up (`DeadlineExceeded`).
     json_schema, regex  constrain the text; give one at most.
     """
-    sampling = sampling or SamplingParams()
+    if sampling is None:
+        sampling = SamplingParams()
+    elif not isinstance(sampling, SamplingParams):
+        raise InvalidRequest("sampling", f"must be a SamplingParams, not {type(sampling).__name__}")
     unknown = [name for name in fields if name not in SamplingParams.__slots__]
     if unknown:
         known = ", ".join((*SamplingParams.__slots__, "n", "stop", "json_schema", "regex", "timeout_s"))
@@ -330,39 +356,74 @@ def completion_request(
     if json_schema is not None and regex is not None:
         raise InvalidRequest("regex", "json_schema and regex exclude each other")
     if json_schema is not None:
-        import json
-
-        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-        fields["grammar"] = Grammar("json_schema", text)
+        fields["grammar"] = Grammar("json_schema", _schema_text(json_schema))
     if regex is not None:
+        if not isinstance(regex, str):
+            raise InvalidRequest("regex", f"must be text, not {type(regex).__name__}")
         fields["grammar"] = Grammar("regex", regex)
     if logit_bias is not None:
-        fields["logit_bias"] = tuple(logit_bias.items())
-    if "stop_token_ids" in fields:
-        fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
-    deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        fields["logit_bias"] = logit_bias
+    sampling = replace(sampling, **fields)
+    if sampling.grammar is not None and not isinstance(sampling.grammar, Grammar):
+        raise InvalidRequest("grammar", f"must be a Grammar, not {type(sampling.grammar).__name__}")
+    deadline_s = None
+    if timeout_s is not None:
+        check_number("timeout_s", timeout_s, 0.0, sys.float_info.max, open_low=True)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
     return CompletionRequest(
         request_id,
         prompt_token_ids,
-        replace(sampling, **fields),
+        replace(
+            sampling,
+            stop_token_ids=_items("stop_token_ids", sampling.stop_token_ids, "token ids"),
+            logit_bias=_bias_pairs(sampling.logit_bias),
+        ),
         n=n,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=(stop,) if isinstance(stop, str) else _items("stop", stop, "strings"),
         continues_prompt=continues_prompt,
         deadline_s=deadline_s,
     )
+
+
+def _items(field: str, value: Any, what: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequest(field, f"must be a list of {what}, not {type(value).__name__}")
+    return tuple(value)
+
+
+def _bias_pairs(value: Any) -> tuple[tuple[Any, Any], ...]:
+    pairs = _items("logit_bias", value.items() if isinstance(value, Mapping) else value, "pairs, or a dict")
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise InvalidRequest("logit_bias", "must give one bias for each token id")
+    return tuple((token_id, bias) for token_id, bias in pairs)
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("json_schema", f"must be text or a dict, not {type(schema).__name__}")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest("json_schema", f"is no JSON: {error}") from error
 
 
 async def _collect(completion: Completion) -> Generation:
     texts: dict[int, list[str]] = {}
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     reasons: dict[int, FinishReason] = {}
     async with completion:
         async for delta in completion:
             texts.setdefault(delta.index, []).append(delta.text)
             tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            num_prompt = len(delta.prompt_token_ids)
+            if num_prompt and prompt_logprobs is None:
+                prompt_logprobs = delta.logprobs[:num_prompt]
             logprobs.setdefault(delta.index, []).extend(
-                entry for entry in delta.logprobs if entry is not None
+                entry for entry in delta.logprobs[num_prompt:] if entry is not None
             )
             if delta.finish_reason is not None:
                 reasons[delta.index] = delta.finish_reason
@@ -378,4 +439,4 @@ async def _collect(completion: Completion) -> Generation:
         )
         for index in sorted(reasons)
     )
-    return Generation(request.prompt_token_ids, outputs, completion.usage)
+    return Generation(request.prompt_token_ids, outputs, completion.usage, prompt_logprobs)
