@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import queue
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 from genserve.ar.config import ArConfig
@@ -24,6 +28,7 @@ from genserve.core.errors import GenserveError, InvalidRequest
 from genserve.core.runtime.choice import ChoiceDelta, CompletionRequest
 from genserve.core.runtime.client import EngineClient
 from genserve.core.runtime.completion import Completer, Completion, Usage
+from genserve.core.runtime.sampling_limits import check_number
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import FinishReason, Grammar, SamplingParams, TokenLogprobs
 
@@ -33,7 +38,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One choice: its text, token ids (stop tokens included), and why it ended."""
+    """One choice: its text, token ids (stop tokens included), and why it ended.
+
+    `logprobs` is aligned with `token_ids`; None unless asked for.
+    """
 
     index: int
     text: str
@@ -44,11 +52,16 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one prompt gave: `n` outputs in order, and the token counts."""
+    """What one prompt gave: `n` outputs in order, and the token counts.
+
+    `prompt_logprobs` is aligned with `prompt_token_ids` and begins with None, since nothing predicts the
+    first token; None unless asked for.
+    """
 
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Output, ...]
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -112,9 +125,16 @@ class AsyncLLM:
         await self.aclose()
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        if not _is_list(prompt):
+            kind = type(prompt).__name__
+            raise InvalidRequest("prompt", f"must be text or a list of token ids, not {kind}")
+        return tuple(prompt)
 
     def _template(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequest("messages", "must be a list of messages, each a dict")
         return tuple(self.tokenizer.apply_chat_template(list(messages)))
 
     def _start(self, prompt_token_ids: tuple[int, ...], options: dict[str, Any]) -> Completion:
@@ -129,12 +149,16 @@ class LLM:
         self, model: str, *, on_progress: Callable[[Any], None] | None = None, **options: Any
     ) -> None:
         self._aio = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._aio.run_forever, name="genserve-llm", daemon=True)
+        self._lock = threading.Lock()  # nothing is handed to the loop once `_closed` is set
+        self._closed = False
+        self._close_error: BaseException | None = None
+        self._llm: AsyncLLM | None = None
+        self._thread = threading.Thread(target=self._run_loop, name="genserve-llm", daemon=True)
         self._thread.start()
         try:
-            self._llm: AsyncLLM | None = self._call(AsyncLLM.start(model, on_progress=on_progress, **options))
+            self._llm = self._call(AsyncLLM.start(model, on_progress=on_progress, **options))
         except BaseException:
-            self._stop_loop()
+            self.close()
             raise
 
     @property
@@ -157,9 +181,9 @@ class LLM:
         prompt of a list is refused, the error is raised and none of the list goes on.
         """
         llm = self._open()
-        if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
+        if not _is_list(prompts) or not all(isinstance(item, str) or _is_list(item) for item in prompts):
             return self._call(llm.generate(prompts, **options))
-        return self._call(self._many([llm.generate(prompt, **options) for prompt in prompts], progress))
+        return self._call(self._many(partial(llm.generate, **options), prompts, progress))
 
     @overload
     def chat(self, messages: Sequence[Message], *, progress: bool = ..., **options: Any) -> Generation: ...
@@ -171,9 +195,9 @@ class LLM:
     def chat(self, messages: Any, *, progress: bool = False, **options: Any) -> Any:
         """Answer one conversation (a list of messages), or a list of conversations in one batch."""
         llm = self._open()
-        if not messages or isinstance(messages[0], dict):
+        if not _is_list(messages) or not messages or not all(map(_is_list, messages)):
             return self._call(llm.chat(messages, **options))
-        return self._call(self._many([llm.chat(item, **options) for item in messages], progress))
+        return self._call(self._many(partial(llm.chat, **options), messages, progress))
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[ChoiceDelta]:
         """Complete one prompt as it comes. Leaving the loop early stops the generation."""
@@ -188,13 +212,17 @@ class LLM:
         return self._call(self._open().engine.stats())
 
     def close(self) -> None:
-        """Abort what runs and free model and thread. Safe to call twice."""
-        if self._llm is not None:
-            llm, self._llm = self._llm, None
-            try:
-                self._call(llm.aclose())
-            finally:
-                self._stop_loop()
+        """Abort what runs and free model and thread. Safe to call twice, and from any thread.
+
+        Whoever waits in another thread gets a `GenserveError`.
+        """
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            self._aio.call_soon_threadsafe(self._aio.stop)
+        self._thread.join()
+        if first and self._close_error is not None:
+            raise self._close_error
 
     def __enter__(self) -> LLM:
         return self
@@ -203,20 +231,54 @@ class LLM:
         self.close()
 
     def _open(self) -> AsyncLLM:
-        if self._llm is None:
-            raise GenserveError("this LLM is closed")
+        if self._closed or self._llm is None:
+            raise _closed()
         return self._llm
 
-    def _call(self, coroutine: Any) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._aio)
+    def _run_loop(self) -> None:
+        try:
+            self._aio.run_forever()
+            self._aio.run_until_complete(self._shut())
+        except BaseException as error:
+            self._close_error = error
+        finally:
+            self._aio.close()
+
+    async def _shut(self) -> None:
+        """End every call that still waits, then free the engine."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._llm is not None:
+            await self._llm.aclose()
+        await self._aio.shutdown_asyncgens()
+
+    def _schedule(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise _closed()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._aio)
+
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._result(self._schedule(coroutine))
+
+    def _result(self, future: Future[Any]) -> Any:
         try:
             return future.result()
+        except CancelledError:
+            if self._closed:
+                raise _closed() from None
+            raise
         except BaseException:  # Ctrl-C above all: what was asked for must not go on unseen
             future.cancel()
             raise
 
-    async def _many(self, jobs: list[Any], progress: bool) -> list[Generation]:
-        tasks = [asyncio.ensure_future(job) for job in jobs]
+    async def _many(
+        self, start: Callable[[Any], Coroutine[Any, Any, Generation]], items: Sequence[Any], progress: bool
+    ) -> list[Generation]:
+        tasks = [asyncio.ensure_future(start(item)) for item in items]
         try:
             if progress:
                 from rich.progress import Progress
@@ -234,36 +296,35 @@ class LLM:
             raise
 
     def _iterate(self, source: AsyncIterator[ChoiceDelta]) -> Iterator[ChoiceDelta]:
-        arrived: queue.SimpleQueue[ChoiceDelta | BaseException | None] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[ChoiceDelta | None] = queue.SimpleQueue()
 
         async def pump() -> None:
-            try:
-                async for delta in source:
-                    arrived.put(delta)
-                arrived.put(None)
-            except BaseException as error:
-                arrived.put(error)
-                if not isinstance(error, Exception):
-                    raise
+            async for delta in source:
+                arrived.put(delta)
 
-        future = asyncio.run_coroutine_threadsafe(pump(), self._aio)
+        future = self._schedule(pump())
+        # Also when the pump was cancelled before it began: the reader must not wait for ever.
+        future.add_done_callback(lambda _: arrived.put(None))
         try:
             while (item := arrived.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
                 yield item
+            self._result(future)
         finally:
             future.cancel()
 
-    def _stop_loop(self) -> None:
-        self._aio.call_soon_threadsafe(self._aio.stop)
-        self._thread.join()
-        self._aio.close()
+
+def _closed() -> GenserveError:
+    return GenserveError("this LLM is closed")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def completion_request(
     request_id: str,
     prompt_token_ids: tuple[int, ...],
+    /,
     *,
     sampling: SamplingParams | None = None,
     n: int = 1,
@@ -281,10 +342,13 @@ def completion_request(
                  its field names) replace single values of it. Unknown names are `InvalidRequest`.
     n            choices; each has its own random stream, derived from the seed.
     stop         strings that end a choice; not part of its text.
-    timeout_s    seconds from now until the request is given up (`DeadlineExceeded`).
+    timeout_s    seconds (above 0) from now until the request is given up (`DeadlineExceeded`).
     json_schema, regex  constrain the text; give one at most.
     """
-    sampling = sampling or SamplingParams()
+    if sampling is None:
+        sampling = SamplingParams()
+    elif not isinstance(sampling, SamplingParams):
+        raise InvalidRequest("sampling", f"must be a SamplingParams, not {type(sampling).__name__}")
     unknown = [name for name in fields if name not in SamplingParams.__slots__]
     if unknown:
         known = ", ".join((*SamplingParams.__slots__, "n", "stop", "json_schema", "regex", "timeout_s"))
@@ -292,39 +356,74 @@ def completion_request(
     if json_schema is not None and regex is not None:
         raise InvalidRequest("regex", "json_schema and regex exclude each other")
     if json_schema is not None:
-        import json
-
-        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-        fields["grammar"] = Grammar("json_schema", text)
+        fields["grammar"] = Grammar("json_schema", _schema_text(json_schema))
     if regex is not None:
+        if not isinstance(regex, str):
+            raise InvalidRequest("regex", f"must be text, not {type(regex).__name__}")
         fields["grammar"] = Grammar("regex", regex)
     if logit_bias is not None:
-        fields["logit_bias"] = tuple(logit_bias.items())
-    if "stop_token_ids" in fields:
-        fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
-    deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        fields["logit_bias"] = logit_bias
+    sampling = replace(sampling, **fields)
+    if sampling.grammar is not None and not isinstance(sampling.grammar, Grammar):
+        raise InvalidRequest("grammar", f"must be a Grammar, not {type(sampling.grammar).__name__}")
+    deadline_s = None
+    if timeout_s is not None:
+        check_number("timeout_s", timeout_s, 0.0, sys.float_info.max, open_low=True)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
     return CompletionRequest(
         request_id,
         prompt_token_ids,
-        replace(sampling, **fields),
+        replace(
+            sampling,
+            stop_token_ids=_items("stop_token_ids", sampling.stop_token_ids, "token ids"),
+            logit_bias=_bias_pairs(sampling.logit_bias),
+        ),
         n=n,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=(stop,) if isinstance(stop, str) else _items("stop", stop, "strings"),
         continues_prompt=continues_prompt,
         deadline_s=deadline_s,
     )
+
+
+def _items(field: str, value: Any, what: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequest(field, f"must be a list of {what}, not {type(value).__name__}")
+    return tuple(value)
+
+
+def _bias_pairs(value: Any) -> tuple[tuple[Any, Any], ...]:
+    pairs = _items("logit_bias", value.items() if isinstance(value, Mapping) else value, "pairs, or a dict")
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise InvalidRequest("logit_bias", "must give one bias for each token id")
+    return tuple((token_id, bias) for token_id, bias in pairs)
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("json_schema", f"must be text or a dict, not {type(schema).__name__}")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest("json_schema", f"is no JSON: {error}") from error
 
 
 async def _collect(completion: Completion) -> Generation:
     texts: dict[int, list[str]] = {}
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     reasons: dict[int, FinishReason] = {}
     async with completion:
         async for delta in completion:
             texts.setdefault(delta.index, []).append(delta.text)
             tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            num_prompt = len(delta.prompt_token_ids)
+            if num_prompt and prompt_logprobs is None:
+                prompt_logprobs = delta.logprobs[:num_prompt]
             logprobs.setdefault(delta.index, []).extend(
-                entry for entry in delta.logprobs if entry is not None
+                entry for entry in delta.logprobs[num_prompt:] if entry is not None
             )
             if delta.finish_reason is not None:
                 reasons[delta.index] = delta.finish_reason
@@ -340,4 +439,4 @@ async def _collect(completion: Completion) -> Generation:
         )
         for index in sorted(reasons)
     )
-    return Generation(request.prompt_token_ids, outputs, completion.usage)
+    return Generation(request.prompt_token_ids, outputs, completion.usage, prompt_logprobs)

@@ -1,7 +1,9 @@
 """The library: sync, async and streaming give the same; refusals come before work."""
 
 import asyncio
+import signal
 import threading
+import time
 
 import pytest
 
@@ -90,6 +92,73 @@ def test_refusals_name_the_field(llm, prompt, options, field):
     assert llm.generate("still alive", max_tokens=1).usage.completion_tokens == 1
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (5, {}, "prompt"),
+        (None, {}, "prompt"),
+        (b"abc", {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        ([1.5, 2.5], {}, "prompt"),
+        ([True, False], {}, "prompt"),
+        ([1, "a"], {}, "prompt"),
+        ([["a"]], {}, "prompt"),
+        ([[1], [2.5]], {}, "prompt"),
+        ("a", {"stop": None}, "stop"),
+        ("a", {"stop": 5}, "stop"),
+        ("a", {"stop": [5]}, "stop"),
+        ("a", {"stop_token_ids": 5}, "stop_token_ids"),
+        ("a", {"stop_token_ids": "5"}, "stop_token_ids"),
+        ("a", {"stop_token_ids": [True]}, "stop_token_ids"),
+        ("a", {"sampling": SamplingParams(stop_token_ids=5)}, "stop_token_ids"),
+        ("a", {"sampling": {"temperature": 1}}, "sampling"),
+        ("a", {"logit_bias": 5}, "logit_bias"),
+        ("a", {"logit_bias": [5]}, "logit_bias"),
+        ("a", {"logit_bias": {"5": 1}}, "logit_bias"),
+        ("a", {"timeout_s": "x"}, "timeout_s"),
+        ("a", {"timeout_s": True}, "timeout_s"),
+        ("a", {"timeout_s": 0}, "timeout_s"),
+        ("a", {"timeout_s": float("nan")}, "timeout_s"),
+        ("a", {"timeout_s": float("inf")}, "timeout_s"),
+        ("a", {"n": "2"}, "n"),
+        ("a", {"regex": 5}, "regex"),
+        ("a", {"json_schema": 5}, "json_schema"),
+        ("a", {"json_schema": {"a": object()}}, "json_schema"),
+        ("a", {"grammar": "[a]"}, "grammar"),
+        ("a", {"request_id": "mine"}, "request_id"),
+    ],
+)
+def test_wrong_types_are_refused_and_harm_nobody(llm, prompt, options, field):
+    bystander = llm.stream("abc", max_tokens=100, ignore_eos=True, temperature=0)
+    next(bystander)
+    with pytest.raises(InvalidRequest) as refused:
+        llm.generate(prompt, **{"max_tokens": 3, **options})
+    assert refused.value.field == field
+    assert list(bystander)[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("messages", [5, None, "hi", ["hi"], [[5]], [5], [{"role": "user"}, 5]])
+def test_wrong_conversations_are_refused(llm, messages):
+    with pytest.raises(InvalidRequest) as refused:
+        llm.chat(messages, max_tokens=1)
+    assert refused.value.field == "messages"
+
+
+def test_prompt_logprobs_are_apart_from_those_of_the_output(llm):
+    prompt = llm.tokenizer.encode("hello world")
+    options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    result = llm.generate(prompt, n=2, logprobs=1, prompt_logprobs=2, **options)
+    for output in result.outputs:
+        assert [entry.token_id for entry in output.logprobs] == list(output.token_ids)
+    assert result.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in result.prompt_logprobs[1:]] == prompt[1:]
+    assert all(len(entry.top) == 2 for entry in result.prompt_logprobs[1:])
+    alone = llm.generate(prompt, prompt_logprobs=2, **options)
+    assert alone.prompt_logprobs == result.prompt_logprobs
+    assert alone.outputs[0].logprobs is None
+    assert llm.generate(prompt, logprobs=1, **options).prompt_logprobs is None
+
+
 def test_a_bad_prompt_in_a_list_stops_the_list(llm):
     with pytest.raises(InvalidRequest):
         llm.generate(["a", ""], max_tokens=100, ignore_eos=True)
@@ -160,3 +229,69 @@ def test_timers_of_finished_requests_are_taken_back(folder):
             return len(llm.engine._loop._timers)
 
     assert asyncio.run(main()) == 0
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.02, 0.1])
+def test_closing_ends_every_call_of_other_threads(folder, delay_s):
+    llm = LLM(folder, **OPTIONS)
+    endless = {"max_tokens": 230, "ignore_eos": True, "n": 4}
+    ended = []
+
+    def call(work):
+        try:
+            while True:
+                work()
+        except BaseException as error:
+            ended.append(error)
+
+    works = (
+        lambda: llm.generate("abc", **endless),
+        lambda: llm.generate(["abc", "def"], **endless),
+        lambda: list(llm.stream("abc", **endless)),
+        lambda: llm.stats(),
+    )
+    threads = [threading.Thread(target=call, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    time.sleep(delay_s)
+    llm.close()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [(type(error), str(error)) for error in ended] == [(GenserveError, "this LLM is closed")] * 4
+
+
+def test_closing_ends_a_stream_that_is_read_later(folder):
+    llm = LLM(folder, **OPTIONS)
+    stream = llm.stream("abc", max_tokens=230, ignore_eos=True)
+    unread = llm.stream("abc", max_tokens=5)
+    next(stream)
+    llm.close()
+    with pytest.raises(GenserveError, match="this LLM is closed"):
+        list(stream)
+    with pytest.raises(GenserveError, match="this LLM is closed"):
+        next(unread)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_interrupt_aborts_what_was_asked_for(llm, streaming):
+    def interrupt():
+        while llm.stats()["num_sequences"] == 0:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    options = {"max_tokens": 240, "ignore_eos": True, "n": 8}
+
+    def for_ever():
+        while True:
+            list(llm.stream("abc", **options)) if streaming else llm.generate("abc", **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        for_ever()
+    thread.join()
+    deadline = time.monotonic() + 10
+    while llm.stats()["num_sequences"]:
+        assert time.monotonic() < deadline
+    assert llm.stats()["num_used_pages"] == llm.stats()["num_streams"] == 0

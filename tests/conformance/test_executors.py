@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,10 @@ class Worker:
             return threading.Lock()
         if op == "sleep":
             time.sleep(args)
+        if op == "sleep_and_write":
+            sleep_s, path = args
+            time.sleep(sleep_s)
+            Path(path).write_text("ended")
         return (self.calls, args)
 
 
@@ -145,6 +150,39 @@ def test_closing_ends_what_waits_and_frees(kind, request):
     check(kind, request, contract)
 
 
+@pytest.mark.parametrize("kind", ["thread", RAY])
+def test_closing_lets_the_current_run_end(kind, request, tmp_path):
+    async def contract(executor, reports):
+        for run_id in range(6):
+            op, args = ("sleep_and_write", (0.4, str(tmp_path / str(run_id)))) if run_id else ("echo", 0)
+            executor.submit(Run("lane", run_id, op, args), reports)
+        await reports.wait(1)
+        await asyncio.sleep(0.1)  # into run 1
+        await executor.aclose()
+        assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+    check(kind, request, contract)
+
+
+@pytest.mark.ray
+def test_closing_kills_an_actor_whose_run_does_not_end(ray_session):
+    from ray.exceptions import RayActorError
+
+    async def main():
+        executor = await make("ray")
+        reports = Reports()
+        executor.submit(Run("lane", 0, "echo", 0), reports)
+        executor.submit(Run("lane", 1, "sleep", 60), reports)
+        await reports.wait(1)
+        begun = time.monotonic()
+        await executor.aclose(timeout_s=0.3)
+        assert 0.25 < time.monotonic() - begun < 5
+        with pytest.raises(RayActorError):
+            await executor._actor.ready.remote()
+
+    asyncio.run(main())
+
+
 def test_no_threads_are_left():
     async def main():
         executor = ThreadExecutor(Worker(), "leaving")
@@ -213,16 +251,25 @@ INFO = EngineInfo("scripted", "ar", 100, 64, 64, 8)
 
 
 class SlowEngine:
-    """An engine for an actor: counts up for each request, refuses id "bad", and can be made to die."""
+    """An engine for an actor: counts up for each request, refuses id "bad", and can be made to die.
+
+    Aborting "fatal" fails it as a whole, aborting "unabortable" raises.
+    """
 
     info = INFO
 
     def __init__(self) -> None:
         self.live: set[str] = set()
         self.log: list[str] = []
+        self.failure = None
+        self.deadline_left_s = 0.0
 
     def submit(self, request):
         self.log.append(f"submit {request.request_id}")
+        if self.failure is not None:
+            raise self.failure
+        if request.deadline_s is not None:
+            self.deadline_left_s = request.deadline_s - asyncio.get_running_loop().time()
         if request.request_id == "bad":
             raise ExecutionFailed("the controller failed long ago")
         self.live.add(request.request_id)
@@ -242,12 +289,22 @@ class SlowEngine:
 
     def abort(self, request_id):
         self.log.append(f"abort {request_id}")
+        if request_id == "unabortable":
+            raise RuntimeError("cannot abort this one")
+        if request_id == "fatal":
+            self.failure = ExecutionFailed("the engine's controller failed: KeyError: 'x'")
         self.live.discard(request_id)
 
     async def stats(self):
-        return {"num_live": len(self.live), "num_messages": len(self.log)}
+        return {
+            "num_live": len(self.live),
+            "num_messages": len(self.log),
+            "deadline_left_s": self.deadline_left_s,
+        }
 
     async def aclose(self):
+        if "never closes" in self.live:
+            await asyncio.sleep(3600)
         self.live.clear()
 
 
@@ -259,7 +316,25 @@ def submit(request_id, max_tokens, prompt=(1,)):
     return Submit(request_id, tuple(prompt), SamplingParams(temperature=0, max_tokens=max_tokens))
 
 
-def with_ray_engine(body):
+class OtherClock(asyncio.SelectorEventLoop):
+    """A loop whose clock began at another time than an actor's."""
+
+    def time(self):
+        return super().time() + 1e6
+
+
+class Unreadable:
+    """Can be sent, not received."""
+
+    def __reduce__(self):
+        return _cannot_read, ()
+
+
+def _cannot_read():
+    raise ImportError("no such module over there")
+
+
+def with_ray_engine(body, loop_factory=None):
     from genserve.core.runtime.ray_executor import RayEngine
 
     async def main():
@@ -271,7 +346,8 @@ def with_ray_engine(body):
             async with asyncio.timeout(20):
                 await engine.aclose()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
 
 
 async def collect(stream):
@@ -343,5 +419,86 @@ def test_a_killed_engine_raises_on_every_stream_and_refuses_new_ones(ray_session
         engine.abort("r0")
         with pytest.raises(ExecutorLost):
             await engine.stats()
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+def test_an_engine_that_fails_within_its_actor_says_so(ray_session):
+    async def body(engine):
+        assert engine.failure is None
+        stream = engine.submit(submit("r", 10**6))
+        await anext(stream)
+        engine.abort("fatal")
+        with pytest.raises(ExecutionFailed, match="controller failed: KeyError"):
+            await collect(stream)
+        assert isinstance(engine.failure, ExecutionFailed)
+        with pytest.raises(ExecutionFailed, match="controller failed"):
+            engine.submit(submit("late", 1))
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+def test_an_idle_engine_that_fails_is_known_within_seconds(ray_session):
+    async def body(engine):
+        engine.abort("fatal")
+        async with asyncio.timeout(5):
+            while engine.failure is None:
+                await asyncio.sleep(0.05)
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+def test_an_abort_that_raises_fails_its_stream(ray_session):
+    async def body(engine):
+        stream, other = engine.submit(submit("unabortable", 10**6)), engine.submit(submit("other", 3))
+        engine.abort("unabortable")
+        last = (await asyncio.wait_for(collect(stream), 10))[-1]
+        assert last.finish_reason == "error" and "cannot abort this one" in last.error
+        assert (await collect(other))[-1].finish_reason == "length"
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("what", ["unsendable", "unreadable"])
+def test_a_submission_that_cannot_cross_fails_its_stream_and_no_later_one(ray_session, what):
+    async def body(engine):
+        token = threading.Lock() if what == "unsendable" else Unreadable()
+        lost = engine.submit(submit("lost", 3, (token,)))
+        mate = engine.submit(submit("mate", 3)) if what == "unsendable" else None
+        await asyncio.sleep(0.05)
+        later = engine.submit(submit("later", 3))
+        last = (await asyncio.wait_for(collect(lost), 10))[-1]
+        assert last.finish_reason == "error" and last.error
+        for stream in filter(None, (mate, later)):
+            assert (await asyncio.wait_for(collect(stream), 10))[-1].finish_reason == "length"
+
+    with_ray_engine(body)
+
+
+@pytest.mark.ray
+def test_a_deadline_is_counted_from_now_on_the_actors_own_clock(ray_session):
+    async def body(engine):
+        deadline_s = asyncio.get_running_loop().time() + 30
+        request = Submit("r", (1,), SamplingParams(temperature=0, max_tokens=2), None, deadline_s)
+        await collect(engine.submit(request))
+        assert 25 < (await engine.stats())["deadline_left_s"] <= 31
+
+    with_ray_engine(body, OtherClock)
+
+
+@pytest.mark.ray
+def test_an_engine_that_never_closes_is_killed(ray_session):
+    async def body(engine):
+        stream = engine.submit(submit("never closes", 10**6))
+        await anext(stream)
+        begun = time.monotonic()
+        await engine.aclose(timeout_s=0.3)
+        assert time.monotonic() - begun < 5
+        with pytest.raises(ExecutorLost, match="closed"):
+            await collect(stream)
 
     with_ray_engine(body)

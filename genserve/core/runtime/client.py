@@ -34,6 +34,8 @@ class EngineClient(Protocol):
     def submit(self, request: Submit) -> AsyncIterator[TokenOutput]:
         """Hand a sequence over, at once, and iterate over what it yields.
 
+        `deadline_s` is on the clock of the caller's loop, wherever the engine runs.
+
         The sequence is queued when this returns, not at the first `anext`. The iterator ends after
         an output with `finish_reason`; if the engine is lost it raises `ExecutorLost`. Closing it
         early (`aclose`) does not abort: call `abort`.

@@ -115,6 +115,9 @@ class Completer:
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise InvalidRequest("prompt", "must not be empty")
+        for kind in set(map(type, token_ids)):  # the few types, not the many ids
+            if kind is bool or not issubclass(kind, int):
+                raise InvalidRequest("prompt", f"token ids must be integers, not {kind.__name__}")
         vocab_size = self.engine.info.vocab_size
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < vocab_size)

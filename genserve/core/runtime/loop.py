@@ -25,7 +25,8 @@ class Executor(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Let the current run end, drop the rest, and free threads or actors."""
+        """Let the current run end (an actor is killed if it takes too long), drop the rest, and free
+        threads or actors."""
         ...
 
 

@@ -8,8 +8,10 @@ outputs, in batches, cross over. Ray is imported here and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,8 +26,12 @@ from genserve.core.types import EngineInfo, Submit, TokenOutput
 
 logger = logging.getLogger(__name__)
 
-# How long an idle poll of an engine actor parks before it is renewed.
-_POLL_S = 10.0
+# How long an idle poll of an engine actor parks before it is renewed: also how late an idle engine's
+# failure may become known.
+_POLL_S = 1.0
+
+# How long closing waits for the work at hand before the actor is killed.
+_CLOSE_S = 10.0
 
 
 def ensure_ray(address: str | None = None, num_cpus: int | None = None) -> None:
@@ -41,15 +47,21 @@ def ensure_ray(address: str | None = None, num_cpus: int | None = None) -> None:
         )
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, concurrency_groups={"closing": 1})  # type: ignore[call-overload]
 class WorkerActor:
     """Holds one worker, built in the actor's own process."""
 
     def __init__(self, build: Callable[..., Worker], args: tuple[Any, ...]) -> None:
         self._worker = build(*args)
+        self._closing = False
 
     def perform(self, op: str, args: Any) -> Any:
-        return self._worker.perform(op, args)
+        return None if self._closing else self._worker.perform(op, args)
+
+    @ray.method(concurrency_group="closing")
+    def drop_rest(self) -> None:
+        """Do no more than the current call. Arrives while that one runs: cancelling queued calls may not."""
+        self._closing = True
 
     def ready(self) -> bool:
         return True
@@ -60,7 +72,8 @@ class RayExecutor:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._pending: asyncio.Queue[tuple[Run, Any, Report]] = asyncio.Queue()
+        self._closed = False
+        self._pending: asyncio.Queue[tuple[Run, Any, Report] | None] = asyncio.Queue()
         self._reporter = asyncio.get_running_loop().create_task(self._report_in_order())
 
     @classmethod
@@ -74,17 +87,35 @@ class RayExecutor:
         return cls(actor)
 
     def submit(self, run: Run, report: Report) -> None:
-        self._pending.put_nowait((run, self._actor.perform.remote(run.op, run.args), report))
+        if not self._closed:
+            self._pending.put_nowait((run, self._actor.perform.remote(run.op, run.args), report))
 
     async def _report_in_order(self) -> None:
         # Results may become known out of order (an exception travels slower than a value).
-        while True:
-            run, result, report = await self._pending.get()
+        while (item := await self._pending.get()) is not None:
+            run, result, report = item
             report(await _ended(run, result))
 
-    async def aclose(self) -> None:
-        self._reporter.cancel()
+    async def aclose(self, timeout_s: float = _CLOSE_S) -> None:
+        """Let the current run end, for `timeout_s` at most, drop the rest, and kill the actor."""
+        if self._closed:
+            return
+        self._closed = True
+        waiting = [asyncio.ensure_future(self._dropped()), self._reporter]
+        while not self._pending.empty():
+            run, result, _ = self._pending.get_nowait()  # type: ignore[misc]
+            waiting.append(asyncio.ensure_future(_ended(run, result)))
+        self._pending.put_nowait(None)
+        _, late = await asyncio.wait(waiting, timeout=timeout_s)
+        if late:
+            logger.warning("a run did not end within %g s; its actor is killed", timeout_s)
+            for task in late:
+                task.cancel()
         ray.kill(self._actor)
+
+    async def _dropped(self) -> None:
+        with contextlib.suppress(RayActorError):
+            await self._actor.drop_rest.remote()
 
 
 async def _ended(run: Run, result: Any) -> Done | Failed:
@@ -100,7 +131,10 @@ async def _ended(run: Run, result: Any) -> Done | Failed:
 
 @ray.remote(num_cpus=0, max_concurrency=1000)  # type: ignore[call-overload]
 class EngineActor:
-    """A whole engine on this actor's event loop. The driver posts batches and polls for batches."""
+    """A whole engine on this actor's event loop. The driver posts batches and polls for batches.
+
+    In a posted `Submit`, `deadline_s` is the time left: clocks of two processes have nothing in common.
+    """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it, on the actor's loop
         self, build: Callable[..., Any], args: tuple[Any, ...]
@@ -120,8 +154,14 @@ class EngineActor:
         return engine.info
 
     async def post(self, number: int, submits: list[Submit], aborts: list[str]) -> None:
-        """Batch `number`. Large arguments travel slower, so batches may arrive out of order; they count in it."""
-        self._early[number] = (submits, aborts)
+        """Batch `number`. Large arguments travel slower, so batches may arrive out of order; they count in it.
+
+        A batch posted again is taken once.
+        """
+        if number < self._num_batches:
+            return
+        now = asyncio.get_running_loop().time()
+        self._early[number] = ([_rebased(submit, now) for submit in submits], aborts)
         while self._num_batches in self._early:
             submits, aborts = self._early.pop(self._num_batches)
             self._num_batches += 1
@@ -139,7 +179,10 @@ class EngineActor:
             self._readers.add(task)
             task.add_done_callback(self._readers.discard)
         for request_id in aborts:
-            self._engine.abort(request_id)
+            try:
+                self._engine.abort(request_id)
+            except Exception as error:
+                self._fail(request_id, error)
 
     async def _read(self, request_id: str, stream: AsyncIterator[TokenOutput]) -> None:
         try:
@@ -153,17 +196,19 @@ class EngineActor:
         self._failures.append((request_id, f"{type(error).__name__}: {error}"))
         self._wake.set()
 
-    async def poll(self) -> tuple[list[TokenOutput], list[tuple[str, str]]]:
-        """Whatever has come since the last poll; parks while there is nothing."""
-        if not self._outputs and not self._failures:
+    async def poll(self) -> tuple[list[TokenOutput], list[tuple[str, str]], GenserveError | None]:
+        """Whatever has come since the last poll, and why the engine can serve no more, if so.
+
+        Parks while there is nothing.
+        """
+        assert self._engine is not None
+        if not self._outputs and not self._failures and self._engine.failure is None:
             self._wake.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _POLL_S)
-            except TimeoutError:
-                return [], []
         outputs, self._outputs = self._outputs, []
         failures, self._failures = self._failures, []
-        return outputs, failures
+        return outputs, failures, self._engine.failure
 
     async def stats(self) -> dict[str, float]:
         assert self._engine is not None
@@ -175,7 +220,10 @@ class EngineActor:
 
 
 class RayEngine:
-    """`EngineClient` over an `EngineActor`. If the actor dies, every open stream raises `ExecutorLost`."""
+    """`EngineClient` over an `EngineActor`.
+
+    If the actor dies, every open stream raises `ExecutorLost`; if the engine in it fails, its `failure`.
+    """
 
     def __init__(self, actor: Any, info: EngineInfo) -> None:
         self._actor = actor
@@ -185,6 +233,7 @@ class RayEngine:
         self._submits: list[Submit] = []
         self._aborts: list[str] = []
         self._num_batches = 0
+        self._posts: set[asyncio.Task[None]] = set()
         self._failure: GenserveError | None = None
         self._pump = self._aio.create_task(self._poll_forever())
 
@@ -214,8 +263,9 @@ class RayEngine:
         return stream
 
     def abort(self, request_id: str) -> None:
-        self._aborts.append(request_id)
-        self._ask_flush()
+        if self._failure is None:
+            self._aborts.append(request_id)
+            self._ask_flush()
 
     def _ask_flush(self) -> None:
         if len(self._submits) + len(self._aborts) == 1:
@@ -224,18 +274,55 @@ class RayEngine:
     def _flush(self) -> None:
         submits, self._submits = self._submits, []
         aborts, self._aborts = self._aborts, []
-        self._actor.post.remote(self._num_batches, submits, aborts)
+        now = self._aio.time()
+        submits = [_time_left(submit, now) for submit in submits]
+        try:
+            self._post(submits, aborts)
+        except Exception:  # something in it cannot be sent: each on its own, so that it fails alone
+            for submit in submits:
+                try:
+                    self._post([submit], [])
+                except Exception as error:
+                    self._fail_streams([submit.request_id], f"{type(error).__name__}: {error}")
+            self._post([], aborts)
+
+    def _post(self, submits: list[Submit], aborts: list[str]) -> None:
+        posted = self._actor.post.remote(self._num_batches, submits, aborts)
+        request_ids = [submit.request_id for submit in submits]
+        task = self._aio.create_task(self._posted(posted, self._num_batches, request_ids, aborts))
         self._num_batches += 1
+        self._posts.add(task)
+        task.add_done_callback(self._posts.discard)
+
+    async def _posted(self, posted: Any, number: int, request_ids: list[str], aborts: list[str]) -> None:
+        try:
+            await posted
+        except RayActorError:
+            return  # the poll finds out too, and ends every stream
+        except Exception as error:
+            what = _cause(error) if isinstance(error, RayTaskError) else f"{type(error).__name__}: {error}"
+            logger.error("a batch for the engine of %s was lost: %s", self._info.model, what)
+            self._fail_streams(request_ids, what)
+            # Those after it wait for its number. What may have got there all the same is aborted.
+            self._actor.post.remote(number, [], [])
+            for request_id in (*request_ids, *aborts):
+                self.abort(request_id)
+
+    def _fail_streams(self, request_ids: Iterable[str], error: str) -> None:
+        self._streams.route(
+            TokenOutput(request_id, finish_reason="error", error=error) for request_id in request_ids
+        )
 
     async def _poll_forever(self) -> None:
         try:
-            while True:
-                outputs, failures = await self._actor.poll.remote()
+            while self._failure is None:
+                outputs, failures, failure = await self._actor.poll.remote()
                 self._streams.route(outputs)
-                self._streams.route(
-                    TokenOutput(request_id, finish_reason="error", error=error)
-                    for request_id, error in failures
-                )
+                for request_id, error in failures if failure is None else ():
+                    self._fail_streams([request_id], error)
+                if failure is not None:
+                    logger.error("the engine of %s failed: %s", self._info.model, failure)
+                    self._fail(failure)
         except RayActorError as error:
             logger.error("engine actor of %s lost: %s", self._info.model, error)
             self._fail(ExecutorLost(f"the engine's process is gone: {error}"))
@@ -256,14 +343,32 @@ class RayEngine:
         except RayActorError as error:
             raise ExecutorLost(f"the engine's process is gone: {error}") from error
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout_s: float = _CLOSE_S) -> None:
+        """Let the engine close itself, for `timeout_s` at most, and kill the actor."""
         self._pump.cancel()
         try:
-            await self._actor.close.remote()
+            async with asyncio.timeout(timeout_s):
+                await self._actor.close.remote()
         except RayActorError:
             logger.info("engine actor of %s was gone before it was closed", self._info.model)
-        ray.kill(self._actor)
-        self._streams.fail_all(ExecutorLost("the engine was closed"))
+        except TimeoutError:
+            logger.warning(
+                "the engine of %s did not close within %g s; it is killed", self._info.model, timeout_s
+            )
+        finally:
+            ray.kill(self._actor)
+            for task in self._posts:
+                task.cancel()
+            self._failure = self._failure or ExecutorLost("the engine was closed")
+            self._streams.fail_all(self._failure)
+
+
+def _time_left(submit: Submit, now: float) -> Submit:
+    return submit if submit.deadline_s is None else replace(submit, deadline_s=submit.deadline_s - now)
+
+
+def _rebased(submit: Submit, now: float) -> Submit:
+    return submit if submit.deadline_s is None else replace(submit, deadline_s=submit.deadline_s + now)
 
 
 async def _built(reference: Any) -> Any:

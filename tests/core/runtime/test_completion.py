@@ -313,3 +313,10 @@ def test_a_refusal_of_a_later_sequence_takes_back_the_earlier_ones():
 
     asyncio.run(submit())
     assert subject.engine.num_live == 0 and len(subject.engine.aborted) == 2
+
+
+@pytest.mark.parametrize("ids", [(1.5,), (1, 2.5), (True, False), (1, True), ("a",), (None,)])
+def test_token_ids_of_another_type_are_refused(ids):
+    with pytest.raises(InvalidRequest, match="integers") as refused:
+        completer().prepare(request(ids=ids))
+    assert refused.value.field == "prompt"
