@@ -17,13 +17,12 @@ from torch import Tensor
 
 from genserve.core.errors import ConfigError, ExecutionFailed, InvalidRequest
 from genserve.core.models.json_schema import check_schema
+from genserve.core.models.patterns import check_regex
 from genserve.core.types import Grammar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_REGEX_CHARS = 8192
-MAX_REGEX_DEPTH = 64
 # Between two elements of JSON: enough to indent by, too little to pad for ever.
 _MAX_WHITESPACE_CHARS = 16
 _CACHED_GRAMMARS = 64
@@ -44,24 +43,13 @@ def _problem(grammar: Grammar) -> str | None:
         if grammar.kind == "json_schema":
             check_schema(grammar.text)
         elif grammar.kind == "regex":
-            _check_regex(grammar.text)
+            check_regex(grammar.text)
         _parse(grammar)
     except ValueError as error:
         return str(error)
     except RuntimeError as error:  # how xgrammar says that it cannot take a grammar
         return _LIBRARY_PREFIX.sub("", str(error)).strip()
     return None
-
-
-def _check_regex(text: str) -> None:
-    """The library recurses on groups without a bound of its own."""
-    if len(text) > MAX_REGEX_CHARS:
-        raise ValueError(f"a regex may have {MAX_REGEX_CHARS} characters at most")
-    depth = 0
-    for char in text:
-        depth += (char == "(") - (char == ")")
-        if depth > MAX_REGEX_DEPTH:
-            raise ValueError(f"a regex may nest {MAX_REGEX_DEPTH} groups at most")
 
 
 def _parse(grammar: Grammar) -> Any:
