@@ -10,7 +10,7 @@ import re
 MAX_REGEX_CHARS = 8192
 MAX_REGEX_DEPTH = 64
 # Bounds compiling: each optional or repeated part multiplies the places a match can be in.
-MAX_REGEX_REPEATS = 64
+MAX_REGEX_REPEATS = 32
 
 # An escape, a whole class (an unclosed one ends with the text), or a character that counts.
 # Whatever is read wrongly here is read as more parentheses than there are, never as fewer.

@@ -100,7 +100,7 @@ class SamplerState:
     def bias_fits(self, vocab_size: int) -> bool:
         """Whether every biased token id is one of the model's."""
         low, high = self._bias_range
-        return 0 <= low and high < vocab_size
+        return low >= 0 and high < vocab_size
 
     def apply_extras(self, logits_V: Tensor) -> None:
         """Bias, penalties and grammar mask on one row of raw logits, in place."""
