@@ -14,7 +14,7 @@ from genserve.ar.engine import DEVICE_LANE, Engine, EngineLimits
 from genserve.core.errors import ConfigError
 from genserve.core.kv.blocks import PAGE_TOKENS
 from genserve.core.runtime.client import EngineClient
-from genserve.core.types import EngineInfo, SamplingParams
+from genserve.core.types import EngineInfo, SamplingParams, Submit
 
 if TYPE_CHECKING:
     from genserve.ar.worker import ArWorker
@@ -26,12 +26,16 @@ Progress = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What `build_parts` made; `tokenizer` is the Hugging Face one."""
+    """What `build_parts` made; `tokenizer` is the Hugging Face one.
+
+    `prepare` compiles a request's grammar, off the steps (see `LocalEngine`).
+    """
 
     info: EngineInfo
     controller: Engine
     worker: ArWorker
     tokenizer: Any
+    prepare: Callable[[Submit], None] | None = None
 
 
 def build_parts(config: ArConfig, on_progress: Progress | None = None) -> EngineParts:
@@ -103,6 +107,10 @@ def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
     def make_matcher(sampling: SamplingParams) -> GrammarMatcher | None:
         return grammars().matcher(sampling.grammar) if sampling.grammar is not None else None
 
+    def prepare(request: Submit) -> None:
+        if request.sampling.grammar is not None:
+            grammars().compile(request.sampling.grammar)
+
     limits = EngineLimits(
         num_pages=num_pages,
         max_context_tokens=context,
@@ -129,7 +137,7 @@ def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
         max_queued_requests=config.max_queued_requests,
         eos_token_ids=loaded.eos_token_ids,
     )
-    return EngineParts(info, Engine(limits), worker, loaded.tokenizer)
+    return EngineParts(info, Engine(limits), worker, loaded.tokenizer, prepare)
 
 
 async def start_local(parts: EngineParts) -> EngineClient:
@@ -138,7 +146,10 @@ async def start_local(parts: EngineParts) -> EngineClient:
     from genserve.core.runtime.local_engine import LocalEngine
 
     return LocalEngine(
-        parts.info, parts.controller, {DEVICE_LANE: ThreadExecutor(parts.worker, parts.info.model)}
+        parts.info,
+        parts.controller,
+        {DEVICE_LANE: ThreadExecutor(parts.worker, parts.info.model)},
+        prepare=parts.prepare,
     )
 
 

@@ -1,7 +1,7 @@
 """Constrained output: JSON schema, any JSON object, or a regex, as masks over the next token.
 
 Owns compiling (once per tokenizer and grammar, kept in a least-recently-used cache) and the matcher
-that a sampler state carries. The matcher's state is a function of the output token ids, so it is
+that a sampler state carries. Compiling may run on another thread than sampling. The matcher's state is a function of the output token ids, so it is
 rebuilt from them after a preemption. Uses xgrammar; imported on first use.
 """
 
@@ -11,19 +11,19 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from genserve.core.errors import ConfigError, ExecutionFailed, InvalidRequest
 from genserve.core.models.json_schema import check_schema
+from genserve.core.models.patterns import check_regex
 from genserve.core.types import Grammar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_REGEX_CHARS = 8192
-MAX_REGEX_DEPTH = 64
 # Between two elements of JSON: enough to indent by, too little to pad for ever.
 _MAX_WHITESPACE_CHARS = 16
 _CACHED_GRAMMARS = 64
@@ -44,24 +44,13 @@ def _problem(grammar: Grammar) -> str | None:
         if grammar.kind == "json_schema":
             check_schema(grammar.text)
         elif grammar.kind == "regex":
-            _check_regex(grammar.text)
+            check_regex(grammar.text)
         _parse(grammar)
     except ValueError as error:
         return str(error)
     except RuntimeError as error:  # how xgrammar says that it cannot take a grammar
         return _LIBRARY_PREFIX.sub("", str(error)).strip()
     return None
-
-
-def _check_regex(text: str) -> None:
-    """The library recurses on groups without a bound of its own."""
-    if len(text) > MAX_REGEX_CHARS:
-        raise ValueError(f"a regex may have {MAX_REGEX_CHARS} characters at most")
-    depth = 0
-    for char in text:
-        depth += (char == "(") - (char == ")")
-        if depth > MAX_REGEX_DEPTH:
-            raise ValueError(f"a regex may nest {MAX_REGEX_DEPTH} groups at most")
 
 
 def _parse(grammar: Grammar) -> Any:
@@ -116,17 +105,26 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._cache: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = Lock()  # of the cache alone: nobody waits for another's grammar
 
-    def matcher(self, grammar: Grammar, output_token_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher that has accepted `output_token_ids`; `InvalidRequest` for a grammar that cannot be enforced."""
-        compiled = self._cache.get(grammar)
+    def compile(self, grammar: Grammar) -> Any:
+        """The compiled grammar, from the cache if it is there. Any thread; `InvalidRequest` as `matcher`."""
+        with self._lock:
+            compiled = self._cache.get(grammar)
         if compiled is None:
             validate_grammar(grammar)
             compiler = self._text_compiler if grammar.kind == "regex" else self._json_compiler
-            compiled = self._cache[grammar] = compiler.compile_grammar(_parse(grammar))
+            compiled = compiler.compile_grammar(_parse(grammar))
+        with self._lock:
+            compiled = self._cache.setdefault(grammar, compiled)
+            self._cache.move_to_end(grammar)
             if len(self._cache) > _CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
-        self._cache.move_to_end(grammar)
+        return compiled
+
+    def matcher(self, grammar: Grammar, output_token_ids: Sequence[int] = ()) -> GrammarMatcher:
+        """A matcher that has accepted `output_token_ids`; `InvalidRequest` for a grammar that cannot be enforced."""
+        compiled = self.compile(grammar)
         matcher = GrammarMatcher(compiled, self._vocab_size, self._eos_token_ids)
         for token_id in output_token_ids:
             matcher.accept(token_id)

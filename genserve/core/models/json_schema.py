@@ -7,11 +7,19 @@ nesting. Here everything outside what it was seen to enforce is refused, by name
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from genserve.core.models.patterns import MAX_REGEX_CHARS, check_regex, num_regex_repeats
+
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 48
+# These bound compiling to about 0.3 s over a vocabulary of 49,152 tokens.
+MAX_LITERAL_CHARS = 16 * 1024
+MAX_MULTIPLE_OF = 1024
+MAX_SCHEMA_REPEATS = 256
+MAX_COUNT = (1 << 31) - 1
 
 _ANNOTATIONS = frozenset(
     [
@@ -32,7 +40,7 @@ _ANNOTATIONS = frozenset(
     ]
 )
 _COMBINATORS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "format"))
+_NUMERIC = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _BY_TYPE: dict[str, frozenset[str]] = {
     "object": frozenset(
         [
@@ -52,6 +60,14 @@ _BY_TYPE: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
+_FORMATS = frozenset(
+    [
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
+        *("uri", "uri-reference", "uri-template", "uuid", "json-pointer", "relative-json-pointer"),
+    ]
+)
+_COUNTS = tuple((f"min{what}", f"max{what}") for what in ("Items", "Length", "Properties"))
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -66,9 +82,8 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 def check_schema(text: str) -> None:
     """`ValueError` saying what and where, unless every constraint of the schema would be enforced.
 
-    Deviation from JSON Schema: `oneOf` accepts what `anyOf` would where branches overlap, an object
-    with `properties` takes no others unless `additionalProperties` says so, and `format` constrains
-    only where the grammar library knows it.
+    Deviation from JSON Schema: `oneOf` accepts what `anyOf` would where branches overlap, and an object
+    with `properties` takes no others unless `additionalProperties` says so.
     """
     if len(text.encode()) > MAX_SCHEMA_BYTES:
         raise ValueError(f"a schema may have {MAX_SCHEMA_BYTES} bytes at most")
@@ -80,6 +95,7 @@ def check_schema(text: str) -> None:
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
     _check(schema, "#")
+    _check_size(schema)
 
 
 def _check_depth(text: str) -> None:
@@ -148,11 +164,18 @@ def _check_typed(schema: dict[str, Any], keywords: set[str], place: str) -> None
     if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):
         raise ValueError(f"{place}: pattern or format together with minLength or maxLength is not supported")
     for pattern in [schema.get("pattern", ""), *_mapping(schema, "patternProperties", place)]:
-        # These would be put between the quotes of a JSON string as they are.
+        # Patterns are put between the quotes of a JSON string as they are.
         if not isinstance(pattern, str) or '"' in pattern or "\\\\" in pattern:
             raise ValueError(
                 f"{place}: a pattern must be a string without quotation marks and backslashes to match"
             )
+        try:
+            check_regex(pattern)
+        except ValueError as error:
+            raise ValueError(f"{place}: pattern: {error}") from error
+    if "pattern" in schema and "format" in schema:
+        raise ValueError(f"{place}: pattern together with format is not supported")
+    _check_values(schema, place)
     required = schema.get("required", [])
     properties = _mapping(schema, "properties", place)
     if not isinstance(required, list):
@@ -162,6 +185,67 @@ def _check_typed(schema: dict[str, Any], keywords: set[str], place: str) -> None
         raise ValueError(
             f"{place}: required names {json.dumps(missing[0])[:80]}, which properties does not define"
         )
+
+
+def _check_values(schema: dict[str, Any], place: str) -> None:
+    if schema.get("format", "date") not in tuple(_FORMATS):
+        raise ValueError(
+            f"{place}: format {_shown(schema['format'])} is not supported; these are: "
+            + ", ".join(sorted(_FORMATS))
+        )
+    for low, high in _COUNTS:
+        for keyword in (low, high):
+            if keyword in schema and not (type(schema[keyword]) is int and 0 <= schema[keyword] <= MAX_COUNT):
+                raise ValueError(f"{place}: {keyword} must be an integer in [0, {MAX_COUNT}]")
+        if low in schema and high in schema and schema[low] > schema[high]:
+            raise ValueError(f"{place}: {low} {schema[low]} is over {high} {schema[high]}")
+    for keyword in (*_LOWER, *_UPPER):
+        bound = schema.get(keyword, 0)
+        if type(bound) not in (int, float) or not math.isfinite(bound) or abs(bound) >= 1 << 63:
+            raise ValueError(f"{place}: {keyword} must be a finite number within 64 bits")
+    for low in _LOWER:
+        for high in _UPPER:
+            if low in schema and high in schema and schema[low] > schema[high]:
+                raise ValueError(f"{place}: {low} {schema[low]} is over {high} {schema[high]}")
+    if "multipleOf" in schema:
+        step = schema["multipleOf"]
+        if type(step) is not int or not 1 <= step <= MAX_MULTIPLE_OF:
+            raise ValueError(f"{place}: multipleOf must be an integer in [1, {MAX_MULTIPLE_OF}]")
+        bounds = [keyword for keyword in (*_LOWER, *_UPPER) if keyword in schema]
+        if bounds:
+            raise ValueError(f"{place}: multipleOf together with {bounds[0]} is not supported")
+
+
+def _check_size(schema: dict[str, Any]) -> None:
+    """Bounds what compiling takes, over the whole schema."""
+    num_literal = num_pattern = sum_multiple = num_repeats = 0
+    left: list[Any] = [schema]
+    while left:
+        at = left.pop()
+        if isinstance(at, bool):
+            continue
+        values = at["enum"] if isinstance(at.get("enum"), list) else []
+        values = values + ([at["const"]] if "const" in at else [])
+        num_literal += sum(len(json.dumps(value, ensure_ascii=False)) for value in values)
+        num_literal += sum(len(name) for name in at.get("properties", {}))
+        patterns = [at["pattern"]] if "pattern" in at else []
+        patterns.extend(at.get("patternProperties", {}))
+        num_pattern += sum(map(len, patterns))
+        num_repeats += sum(map(num_regex_repeats, patterns))
+        sum_multiple += at.get("multipleOf", 0)
+        left.extend(sub for _, sub in _subschemas(at, "#"))
+    for what, size, limit in (
+        ("characters in enum, const and names of properties", num_literal, MAX_LITERAL_CHARS),
+        ("characters in patterns", num_pattern, MAX_REGEX_CHARS),
+        ("repetitions (?, *, +, {}) in patterns", num_repeats, MAX_SCHEMA_REPEATS),
+        ("as the sum of multipleOf", sum_multiple, MAX_MULTIPLE_OF),
+    ):
+        if size > limit:
+            raise ValueError(f"a schema may have {limit} {what} at most, not {size}")
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:80]
 
 
 def _types(schema: dict[str, Any], place: str) -> list[str]:

@@ -76,9 +76,11 @@ class SamplerState:
             params.logit_bias or matcher or self._seen is not None or self._output is not None
         )
         self._bias: tuple[Tensor, Tensor] | None = None
+        self._bias_range = (0, -1)
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             self._bias = torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
+            self._bias_range = min(ids), max(ids)
         if self._seen is not None:
             for token_id in dict.fromkeys(prompt_token_ids):
                 self._seen.add(token_id)
@@ -97,13 +99,16 @@ class SamplerState:
 
     def bias_fits(self, vocab_size: int) -> bool:
         """Whether every biased token id is one of the model's."""
-        return all(0 <= token_id < vocab_size for token_id, _ in self.params.logit_bias)
+        low, high = self._bias_range
+        return low >= 0 and high < vocab_size
 
     def apply_extras(self, logits_V: Tensor) -> None:
         """Bias, penalties and grammar mask on one row of raw logits, in place."""
         params, device = self.params, logits_V.device
         if self._bias is not None:
-            ids, values = (tensor.to(device) for tensor in self._bias)
+            if self._bias[0].device != device:
+                self._bias = self._bias[0].to(device), self._bias[1].to(device)
+            ids, values = self._bias
             logits_V.index_add_(0, ids, values)
         if self._seen is not None and len(self._seen):
             ids, _ = self._seen.tensors(device)

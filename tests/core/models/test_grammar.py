@@ -166,7 +166,7 @@ REFUSED_SCHEMAS = {
     "5": "object",
     '{"type": "foo"}': "unknown type",
     '{"type": "object", "properties": 5}': "properties",
-    '{"type": "integer", "minimum": 5, "maximum": 3}': "range",
+    '{"type": "integer", "minimum": 5, "maximum": 3}': "minimum 5 is over maximum 3",
     '{"type": "array", "items": {"type": "integer"}, "uniqueItems": true}': "uniqueItems",
     '{"not": {"type": "string"}}': "not",
     '{"if": {"type": "integer"}, "then": {"minimum": 5}}': "if, then",
@@ -190,6 +190,35 @@ REFUSED_SCHEMAS = {
     '{"type": "string", "description": "' + "x" * 70_000 + '"}': "bytes at most",
     '{"items":' * 5000 + "{}" + "}" * 5000: "levels at most",
     '{"type": "array", "items": ' * 60 + "{}" + "}" * 60: "levels at most",
+    json.dumps({"type": "string", "pattern": "(" * 32600 + "a" + ")" * 32600}): "#: pattern: a regex may",
+    json.dumps({"type": "string", "pattern": "(" * 65 + "a" + ")" * 65}): "nest 64 groups",
+    json.dumps({"patternProperties": {"(?:" * 65 + "a" + ")" * 65: {}}}): "nest 64 groups",
+    json.dumps(
+        {"properties": {"a": {"type": "string", "pattern": "[]" + "(" * 65 + "a" + ")" * 65}}}
+    ): "nest 64 groups",
+    '{"type": "integer", "multipleOf": 5000}': r"#: multipleOf must be an integer in \[1, 1024\]",
+    '{"type": "integer", "multipleOf": 0}': "multipleOf must be",
+    '{"type": "integer", "multipleOf": 7, "minimum": 3}': "multipleOf together with minimum",
+    '{"type": "string", "format": "nonsense"}': '#: format "nonsense" is not supported',
+    '{"type": "string", "format": 3}': "format 3 is not supported",
+    '{"type": "string", "format": ["date"]}': "format .* is not supported",
+    '{"type": "number", "format": "date"}': "format is not supported for type number",
+    '{"type": "string", "format": "email", "pattern": "a"}': "pattern together with format",
+    '{"items": {"type": "array", "minItems": -5}}': "#/items: minItems must be an integer in",
+    '{"type": "array", "maxItems": 2.5}': "maxItems must be an integer",
+    '{"type": "array", "minItems": true}': "minItems must be an integer",
+    '{"type": "string", "maxLength": -1}': "maxLength must be an integer",
+    '{"type": "string", "minLength": 5, "maxLength": 3}': "minLength 5 is over maxLength 3",
+    '{"type": "object", "minProperties": 5, "maxProperties": 3}': "minProperties 5 is over maxProperties 3",
+    '{"type": "number", "minimum": 5, "exclusiveMaximum": 3}': "minimum 5 is over exclusiveMaximum 3",
+    '{"type": "number", "minimum": NaN}': "minimum must be a finite number",
+    '{"type": "number", "maximum": "3"}': "maximum must be a finite number",
+    json.dumps({"enum": ["x" * 28] * 600}): "16384 characters in enum",
+    json.dumps({"properties": {f"{i:020}": {} for i in range(900)}}): "16384 characters in enum",
+    json.dumps(
+        {"prefixItems": [{"type": "integer", "multipleOf": 1000}] * 2}
+    ): "1024 as the sum of multipleOf",
+    json.dumps({"prefixItems": [{"type": "string", "pattern": "a?" * 30}] * 9}): "repetitions",
 }
 
 
@@ -204,7 +233,20 @@ def test_schemas_that_would_not_be_enforced_are_refused(compiler: GrammarCompile
 
 
 @pytest.mark.parametrize(
-    "regex", ["(", "a**", "[a", r"(a)\1", r"\bfoo", "a(?=b)", "a{5,2}", "(" * 5000 + ")" * 5000, "a" * 9000]
+    "regex",
+    [
+        "(",
+        "a**",
+        "[a",
+        r"(a)\1",
+        r"\bfoo",
+        "a(?=b)",
+        "a{5,2}",
+        "(" * 5000 + ")" * 5000,
+        "a" * 9000,
+        "a?" * 4000,
+        "(" * 65 + "a" + ")" * 65,
+    ],
 )
 def test_bad_regexes_are_refused_without_the_librarys_file_names(regex: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -224,6 +266,9 @@ def test_bad_regexes_are_refused_without_the_librarys_file_names(regex: str) -> 
         '{"type": "object", "additionalProperties": {"type": "integer"}}',
         '{"type": "array", "prefixItems": [{"const": 1}], "items": false}',
         '{"type": "string", "format": "date-time"}',
+        '{"type": "integer", "multipleOf": 1024}',
+        json.dumps({"type": "string", "pattern": r"\(" * 200}),
+        json.dumps({"type": "string", "pattern": "[()]" * 200}),
         '{"type": "array", "items": ' * 40 + "{}" + "}" * 40,
     ],
     ids=lambda s: s[:50],

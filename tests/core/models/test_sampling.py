@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -377,3 +378,74 @@ def test_result_is_the_same_alone_or_in_any_batch_in_any_order(rows, order, ties
 def test_a_seed_is_needed_to_draw() -> None:
     with pytest.raises(ValueError, match="seed"):
         SamplerState(SamplingParams(temperature=1.0))
+
+
+def test_the_step_does_not_walk_a_bias_in_python() -> None:
+    """Per token and row it is one indexed addition: as many Python calls for 1 entry as for 4096."""
+    logits = make_logits(2, 5000)
+
+    def num_calls(num_entries: int) -> int:
+        bias = tuple((token_id, 1.0) for token_id in range(num_entries))
+        states = [SamplerState(SamplingParams(temperature=0, logit_bias=bias)) for _ in range(2)]
+        sample(logits, states)
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            sample(logits, states)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert num_calls(4096) == num_calls(1)
+
+
+EXTREME = [
+    SamplingParams(temperature=5e-324, seed=1),
+    SamplingParams(temperature=1e-310, seed=1, top_p=0.5, min_p=0.5),
+    SamplingParams(temperature=1e4, seed=1, top_k=1 << 62),
+    SamplingParams(seed=1, top_k=(1 << 63) - 1, top_p=0.5),
+    SamplingParams(seed=1, top_p=5e-324, min_p=1.0),
+    SamplingParams(seed=1, top_k=100, top_p=1e-9, min_p=1.0),
+    SamplingParams(seed=1, repetition_penalty=5e-324),
+    SamplingParams(seed=1, repetition_penalty=math.inf),
+    SamplingParams(seed=1, repetition_penalty=math.nan),
+    SamplingParams(seed=1, repetition_penalty=0.0),
+    SamplingParams(seed=1, logit_bias=tuple((i, -math.inf) for i in range(100))),
+    SamplingParams(seed=1, logit_bias=((3, math.nan),)),
+    SamplingParams(seed=1, logit_bias=((3, math.inf),)),
+    SamplingParams(seed=1, logit_bias=tuple((i, -100.0) for i in range(100))),
+]
+
+
+@pytest.mark.parametrize("params", EXTREME, ids=lambda p: str(p)[:60])
+def test_extreme_options_give_a_token_or_an_error_of_their_own_row(params: SamplingParams) -> None:
+    logits = make_logits(3, 100)
+    neutral = SamplingParams(seed=9)
+
+    def state(params: SamplingParams) -> SamplerState:
+        return SamplerState(params, list(range(100)), [1, 2])
+
+    alone = sample(logits, [state(neutral)] * 3)
+    mixed = sample(logits, [state(neutral), state(params), state(neutral)])
+    assert [mixed[0], mixed[2]] == [alone[0], alone[2]]
+    if mixed[1].error is None:
+        assert 0 <= mixed[1].token_id < 100
+    else:
+        assert mixed[1].token_id == -1
+
+
+def test_the_coldest_temperature_is_greedy() -> None:
+    logits = make_logits(1, 100)
+    cold = SamplerState(SamplingParams(temperature=5e-324, seed=3))
+    assert ids(sample(logits, [cold])) == [int(logits.argmax())]
+
+
+def test_a_bias_that_forbids_everything_is_the_error_of_its_row() -> None:
+    params = SamplingParams(seed=1, logit_bias=tuple((i, -math.inf) for i in range(100)))
+    (token,) = sample(make_logits(1, 100), [SamplerState(params)])
+    assert token.error is not None and "no token is allowed" in token.error
