@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -34,8 +34,15 @@ from genserve.core.server.responses import ChatFormat, CompletionsFormat, Respon
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+_Body = TypeVar("_Body", ChatRequest, CompletionsRequest)
+_Result = TypeVar("_Result")
+
 DEFAULT_MAX_BODY_BYTES = 8 << 20
-_INLINE_TOKENIZE_CHARS = 8_192  # longer texts are tokenized in a thread: they would stall every stream
+_INLINE_TOKENIZE_CHARS = (
+    8_192  # of a whole request; more is tokenized in a thread: it would stall every stream
+)
+_INLINE_PARSE_BYTES = 65_536  # likewise
+_MESSAGE_CHARS = 32  # what a message costs beyond its content
 
 
 def create_app(
@@ -61,10 +68,10 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = parse(ChatRequest, await request.body())
+        body = await _parsed(ChatRequest, request)
         model = gateway.model(body.model)
         messages = [message.for_template() for message in body.messages]
-        num_chars = sum(len(message["content"]) for message in messages)
+        num_chars = sum(len(message["content"]) + _MESSAGE_CHARS for message in messages)
 
         async def prompts() -> list[tuple[list[int], str | None]]:
             return [(await _off_loop(num_chars, model.tokenizer.apply_chat_template, messages), None)]
@@ -73,17 +80,15 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = parse(CompletionsRequest, await request.body())
+        body = await _parsed(CompletionsRequest, request)
         model = gateway.model(body.model)
 
+        def encode(prompt: str | list[int]) -> tuple[list[int], str | None]:
+            return (model.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else (prompt, None)
+
         async def prompts() -> list[tuple[list[int], str | None]]:
-            found: list[tuple[list[int], str | None]] = []
-            for prompt in body.prompt:
-                if isinstance(prompt, str):
-                    found.append((await _off_loop(len(prompt), model.tokenizer.encode, prompt), prompt))
-                else:
-                    found.append((prompt, None))
-            return found
+            num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+            return await _off_loop(num_chars, lambda texts: [encode(text) for text in texts], body.prompt)
 
         return CompletionResponse(gateway, metrics, model, body, len(body.prompt), prompts, CompletionsFormat)
 
@@ -134,7 +139,7 @@ class CompletionResponse(Response):
         self._num_sequences = num_prompts * body.n
         self._prompts = prompts
         self._id = uuid.uuid4().hex
-        self._include_usage = body.stream_options.include_usage
+        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._format: ResponseFormat = response_format(
             self._id, int(time.time()), model.name, model.tokenizer, body.stream and self._include_usage
         )
@@ -255,7 +260,14 @@ class CompletionResponse(Response):
         )
 
 
-async def _off_loop(num_chars: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:
+async def _parsed(kind: type[_Body], request: Request) -> _Body:
+    data = await request.body()
+    if len(data) <= _INLINE_PARSE_BYTES:
+        return parse(kind, data)
+    return await asyncio.to_thread(parse, kind, data)
+
+
+async def _off_loop(num_chars: int, function: Callable[[Any], _Result], argument: Any) -> _Result:
     if num_chars <= _INLINE_TOKENIZE_CHARS:
         return function(argument)
     return await asyncio.to_thread(function, argument)
