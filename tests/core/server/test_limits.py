@@ -37,10 +37,11 @@ def plain(serve_engine):
         {"prompt": "x", "stop": ["ab" * 500_000] * 7, "n": 8},
         {"prompt": ["word " * 1600] * 256},
     ],
+    ids=["stop strings", "prompts"],
 )
 def test_large_requests_do_not_stall_the_loop(plain, body):
     with plain.open_post("/v1/completions", {"model": "tiny", "max_tokens": 1, **body}) as sock:
-        assert plain.server.call(largest_gap_s(1.0)) < 0.25  # 1 s and more when done on the loop
+        assert plain.server.call(largest_gap_s(1.0)) < 0.5  # a second and more when done on the loop
         assert sock.recv(12) == b"HTTP/1.1 400"  # more than the context, or than a stop string may have
 
 
@@ -122,6 +123,8 @@ WIDE = {"model": "tiny", "prompt": "hi", "stream": True, "ignore_eos": True, "lo
 
 def unread(served, num_tokens: int) -> socket.socket:
     """A connection that asks for a stream and reads nothing of it."""
+    # Accepted connections inherit it: what the kernel would take otherwise differs between machines.
+    served.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", served.server.port))
