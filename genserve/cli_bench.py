@@ -205,12 +205,7 @@ def _show(report: BenchReport, as_json: bool, out: Path | None) -> None:
 
 
 def _run_async(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    import asyncio
+    from genserve.core.server.run import run
 
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    if sys.platform != "win32":
-        import uvloop
-
-        loop_factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(work)
+    result: ResultT = run(lambda: work)
+    return result

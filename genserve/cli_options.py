@@ -31,7 +31,7 @@ ApiKeys: TypeAlias = Annotated[
 ]
 Dtype: TypeAlias = Annotated[
     Literal["auto", "float32", "bfloat16"] | None,
-    typer.Option(help="Of weights and KV. auto: the model's own."),
+    typer.Option(help="Of weights and KV. auto: float32 on a CPU, else the model's own."),
 ]
 KvPool: TypeAlias = Annotated[
     str | None, typer.Option("--kv-pool", metavar="BYTES", help="Memory for KV pages, e.g. 512MiB or 4GB.")

@@ -37,8 +37,13 @@ def serve(
     Without --model or --config the embedded model is served. Options for models are set on each of them.
     """
     import logging
+    import os
 
+    from genserve.core.errors import ConfigError
     from genserve.server_config import server_config
+
+    if not api_keys and "GENSERVE_API_KEY" in os.environ:
+        raise ConfigError("api_keys: GENSERVE_API_KEY is set, but empty; unset it to serve without a key")
 
     settings = server_config(
         config,

@@ -71,8 +71,6 @@ def simulate_ar(
         raise ConfigError(f"model: no {model!r}; there are: {', '.join(MODELS)}")
     if hardware not in HARDWARE:
         raise ConfigError(f"hardware: no {hardware!r}; there are: {', '.join(HARDWARE)}")
-    if budget_tokens < max_running:
-        raise ConfigError(f"budget_tokens ({budget_tokens}) must be at least max_running ({max_running})")
     limits_s = SLO.parse(slo) if slo else None
     cost = RooflineCost(MODELS[model], HARDWARE[hardware], tensor_parallel)
     num_pages = (kv_pool_tokens or cost.kv_pool_tokens) // PAGE_TOKENS
@@ -80,9 +78,12 @@ def simulate_ar(
         raise ConfigError(
             f"hardware: {model} leaves no room for KV on {tensor_parallel} x {hardware}; raise --tensor-parallel"
         )
-    limits = EngineLimits(
-        num_pages, max_context_tokens, max_running, budget_tokens, prefix_cache=prefix_cache
-    )
+    try:
+        limits = EngineLimits(
+            num_pages, max_context_tokens, max_running, budget_tokens, prefix_cache=prefix_cache
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     requests = open_workload(workload, num_requests, seed)
     longest = min(max_context_tokens, num_pages * PAGE_TOKENS)
     requests = requests.clip_lengths(max(1, longest // 2), max(1, longest // 2))

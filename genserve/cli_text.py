@@ -43,6 +43,7 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
     engine_options = opt.given(dtype=dtype, kv_pool=kv_pool, num_threads=num_threads, executor=executor)
+    _check(options)
     with _loaded(model, engine_options) as llm:
         start_s = time.monotonic()
         messages = [{"role": "user", "content": prompt}]
@@ -93,6 +94,7 @@ def chat(
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves."""
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, **opt.given(seed=seed)}
+    _check(options)
     if base_url is not None:
         _converse(_server_answer(base_url, api_key, model, options), system)
         return
@@ -137,6 +139,21 @@ def _converse(answer: Answer, system: str | None) -> None:
             continue
         sys.stdout.write("\n")
         messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _check(options: dict[str, Any]) -> None:
+    """`InvalidRequest` for options that no model would take: loading one takes long."""
+    from genserve.ar.llm import completion_request
+    from genserve.core.runtime.completion import check_stop
+    from genserve.core.runtime.sampling_limits import validate_sampling
+
+    request = completion_request("", (), **options)
+    validate_sampling(request.sampling, sys.maxsize)
+    check_stop(request.stop)
+    if request.sampling.grammar is not None:
+        from genserve.core.models.grammar import validate_grammar
+
+        validate_grammar(request.sampling.grammar, request.sampling.grammar.kind)
 
 
 @contextmanager

@@ -12,12 +12,11 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
+from genserve.core.errors import ConfigError
 from genserve.core.server.app import create_app
 from genserve.core.server.gateway import Gateway, ServedModel
-from genserve.core.server.run import bind, serve
+from genserve.core.server.run import EXIT_INTERRUPTED, bind, serve
 from genserve.server_config import ModelEntry, ServerConfig
-
-_EXIT_INTERRUPTED = 130
 
 
 class ServerEvents(Protocol):
@@ -44,6 +43,7 @@ async def started_models(config: ServerConfig, events: ServerEvents) -> AsyncIte
     """The config's models, started one after the other; all are freed at the end, also after an error."""
     async with contextlib.AsyncExitStack() as stack:
         models: list[ServedModel] = []
+        await asyncio.to_thread(_check_names, config)
         with _exit_on_signal():
             for entry in config.models:
                 events.starting(entry)
@@ -52,6 +52,22 @@ async def started_models(config: ServerConfig, events: ServerEvents) -> AsyncIte
                 events.started(model)
                 models.append(model)
         yield models
+
+
+def _check_names(config: ServerConfig) -> None:
+    """`ConfigError` if two models would have one name, before the first of them is loaded."""
+    from genserve.core.models.loading import resolve
+
+    if len(config.models) < 2:
+        return
+    sources: dict[str, str] = {}
+    for entry in config.models:
+        name = entry.name or resolve(entry.model).name
+        if name in sources:
+            raise ConfigError(
+                f"models: {sources[name]} and {entry.model} are both called {name!r}; give one another name"
+            )
+        sources[name] = entry.model
 
 
 async def _start(entry: ModelEntry, on_progress: Callable[[Any], None]) -> ServedModel:
@@ -79,12 +95,14 @@ async def run_server(config: ServerConfig, events: ServerEvents) -> None:
                 gateway,
                 api_keys=[key.get_secret_value() for key in config.api_keys],
                 max_body_bytes=config.max_body,
+                body_timeout_s=config.body_timeout_s,
             )
             await serve(
                 app,
                 gateway,
                 sock,
                 drain_timeout_s=config.drain_timeout_s,
+                write_timeout_s=config.write_timeout_s,
                 on_started=lambda: events.ready(f"http://{shown}:{port}", models),
                 on_draining=events.draining,
                 log_level=config.log_level,
@@ -97,7 +115,7 @@ def _exit_on_signal() -> Iterator[None]:
     """Until models are loaded nobody is served, and a thread that loads cannot be interrupted."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, os._exit, _EXIT_INTERRUPTED)
+        loop.add_signal_handler(number, os._exit, EXIT_INTERRUPTED)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, SecretStr, field_validator
+from pydantic import AfterValidator, ByteSize, Field, SecretStr, field_validator
 
 from genserve.ar.config import ArConfig
 from genserve.core.config import Config, apply_override, parse, read_yaml
@@ -20,7 +20,16 @@ from genserve.core.errors import ConfigError
 DEFAULT_MODEL = "smollm2"
 
 Positive = Annotated[int, Field(ge=1)]
-ApiKey = Annotated[SecretStr, Field(min_length=1)]
+
+
+def _not_blank(key: SecretStr) -> SecretStr:
+    if not key.get_secret_value().strip():
+        raise ValueError("an empty key would let nobody in")
+    return key
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+ApiKey = Annotated[SecretStr, AfterValidator(_not_blank)]
 
 
 class ArModel(ArConfig):
@@ -40,6 +49,8 @@ class ServerConfig(Config):
     host, port   where it listens; port 0 takes a free one.
     api_keys     accepted bearer tokens; with none, every request is.
     max_body     bytes of a request body.
+    body_timeout_s   how long a request's body may stop coming; then the answer is 408.
+    write_timeout_s  how long a client may take nothing of its answer; then its connection is dropped.
     max_inflight_requests   requests in flight, over all models; beyond it the answer is 429.
     max_inflight_sequences  sequences in flight of each model; by default its max_queued_requests.
     drain_timeout_s  how long requests in flight may go on after SIGTERM.
@@ -49,7 +60,9 @@ class ServerConfig(Config):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: tuple[ApiKey, ...] = ()
-    max_body: ByteSize = ByteSize(8 << 20)
+    max_body: Annotated[ByteSize, Field(ge=1)] = ByteSize(8 << 20)
+    body_timeout_s: Seconds = 30.0
+    write_timeout_s: Seconds = 60.0
     max_inflight_requests: Positive = 1024
     max_inflight_sequences: Positive | None = None
     drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0

@@ -94,6 +94,11 @@ def test_config_prints_what_serve_would_use(tmp_path):
         (["serve", "--set", "prot=1"], "prot: unknown key"),
         (["config", "--set", "models.0.kvpool=1"], "models.0.kvpool: unknown key"),
         (["generate", "hi", "--json-schema", "nowhere.json"], "cannot read nowhere.json"),
+        (["generate", "hi", "--top-p", "2", "-m", "never-looked-for"], "top_p: must be in (0, 1]"),
+        (["generate", "hi", "--regex", "(", "-m", "never-looked-for"], "regex: "),
+        (["generate", "hi", "--stop", "x" * 1025, "-m", "never-looked-for"], "stop: at most 1024"),
+        (["chat", "--top-p", "2", "-m", "never-looked-for"], "top_p: must be in (0, 1]"),
+        (["simulate", "ar", "--budget-tokens", "8"], "budget_tokens (8)"),
         (["chat", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
         (["simulate", "ar", "--model", "gpt-5"], "there are: llama-3-8b"),
         (["simulate", "ar", "--hardware", "abacus"], "there are: h100"),
@@ -108,6 +113,22 @@ def test_bad_input_is_one_line_and_status_two(arguments, message):
     errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert len(errors) == 1 and message in errors[0]
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_in_the_environment_is_no_open_server(monkeypatch, key):
+    monkeypatch.setenv("GENSERVE_API_KEY", key)
+    refused = cli("serve", "-m", "./nowhere.gguf", "--port", "0", exit_code=2)
+    assert "GENSERVE_API_KEY is set, but empty" in refused.stderr
+
+
+def test_two_folders_of_one_name_are_refused_before_loading(tmp_path):
+    for parent in ("a", "b"):
+        folder = tmp_path / parent / "x"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")  # loading it would fail, and say so
+    arguments = ["serve", "--port", "0", "-m", str(tmp_path / "a" / "x"), "-m", str(tmp_path / "b" / "x")]
+    assert "are both called 'x'" in cli(*arguments, exit_code=2).stderr
 
 
 def test_debug_shows_the_traceback():

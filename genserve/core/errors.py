@@ -46,6 +46,10 @@ class PayloadTooLarge(GenserveError):
     """A request body over the server's limit."""
 
 
+class RequestTimeout(GenserveError):
+    """The client did not send its request in time."""
+
+
 class Overloaded(GenserveError):
     """The queue is full; try again after `retry_after_s` seconds."""
 

@@ -1,8 +1,7 @@
 """Passive instruments: counters, gauges and histograms, the same for live and simulated runs.
 
-Owns the numbers; it must not know who reads them (`prometheus` exports, `summary` condenses), nor a
-clock: times are passed in. One thread writes to a recorder; others may read it at any moment.
-Names carry no prefix and end in their unit (`ttft_s`); the exporter applies Prometheus conventions.
+Owns the numbers; it must not know who reads them, nor a clock: times are passed in. One thread writes
+to a recorder; others may read it at any moment. Names end in their unit (`ttft_s`).
 """
 
 from __future__ import annotations

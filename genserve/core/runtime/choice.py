@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from genserve.core.runtime.sampling_limits import SEED_MODULUS
 from genserve.core.text.detokenizer import Detokenizer
-from genserve.core.text.stops import StopMatcher
+from genserve.core.text.stops import StopMatcher, StopTables
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 
@@ -87,7 +87,13 @@ class Choice:
     )
 
     def __init__(
-        self, index: int, position: int, sequence_id: str, request: CompletionRequest, tokenizer: Tokenizer
+        self,
+        index: int,
+        position: int,
+        sequence_id: str,
+        request: CompletionRequest,
+        tokenizer: Tokenizer,
+        stop_tables: StopTables,
     ) -> None:
         self.index = index
         self.position = position
@@ -98,7 +104,7 @@ class Choice:
         special = tokenizer.special_ids
         continues = request.continues_prompt and not special.issuperset(request.prompt_token_ids)
         self.detokenizer = Detokenizer(tokenizer, continues=continues)
-        self.stops = StopMatcher(request.stop)
+        self.stops = StopMatcher(stop_tables)
         self.echo_text: str | None = None
         if request.echo:
             text = request.prompt_text

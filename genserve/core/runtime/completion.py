@@ -31,8 +31,20 @@ from genserve.core.runtime.sampling_limits import (
     shown,
     validate_sampling,
 )
+from genserve.core.text.stops import MAX_STOP_CHARS, StopTables
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import DEADLINE_EXCEEDED, EngineInfo, Grammar, Submit, TokenOutput
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """`InvalidRequest` unless `stop` is as many strings, and as long, as a stream is searched for."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} strings, not {len(stop)}")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest("stop", "must be non-empty strings")
+        if len(text) > MAX_STOP_CHARS:
+            raise InvalidRequest("stop", f"at most {MAX_STOP_CHARS} characters a string, not {len(text)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +87,7 @@ class Completer:
         if sampling.grammar is not None:
             self.check_grammar(sampling.grammar)
         check_integer("n", request.n, 1, MAX_CHOICES)
-        if len(request.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} strings, not {len(request.stop)}")
-        if not all(isinstance(stop, str) and stop for stop in request.stop):
-            raise InvalidRequest("stop", "must be non-empty strings")
+        check_stop(request.stop)
         self._check_prompt(request.prompt_token_ids)
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._draw_seed())
@@ -175,12 +184,15 @@ class Completion:
         self._completion_tokens = 0
         self._cached_tokens = 0
         streams: list[tuple[Choice, AsyncIterator[TokenOutput]]] = []
+        tables = {stop: StopTables(stop) for stop in {request.stop for request in requests}}
         index = 0
         try:
             for number, request in enumerate(requests):
                 prefix = request.request_id if number == 0 else f"{request.request_id}.{number}"
                 for position in range(request.n):
-                    choice = Choice(index, position, f"{prefix}-{position}", request, tokenizer)
+                    choice = Choice(
+                        index, position, f"{prefix}-{position}", request, tokenizer, tables[request.stop]
+                    )
                     index += 1
                     if self._needs_no_engine(request):
                         self._ready.append(choice.take(TokenOutput("", finish_reason="length")))

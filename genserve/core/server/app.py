@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -23,19 +23,28 @@ from genserve.core.runtime.choice import ChoiceDelta, CompletionRequest
 from genserve.core.runtime.completion import Completion
 from genserve.core.server import sse
 from genserve.core.server.auth import ApiKeyAuth
-from genserve.core.server.body_limit import BodyLimit
+from genserve.core.server.body_limit import Admission, BodyLimit
 from genserve.core.server.engine_metrics import EngineMetrics
-from genserve.core.server.gateway import Gateway, ServedModel
+from genserve.core.server.gateway import Gateway, Lease, ServedModel
 from genserve.core.server.http_errors import error_body, error_headers, error_object, http_form
 from genserve.core.server.http_metrics import CountRequests, HttpMetrics
+from genserve.core.server.outbox import Outbox
 from genserve.core.server.protocol import ChatRequest, CompletionsRequest, parse
 from genserve.core.server.responses import ChatFormat, CompletionsFormat, ResponseFormat, dumps
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+_Body = TypeVar("_Body", ChatRequest, CompletionsRequest)
+_Result = TypeVar("_Result")
+
 DEFAULT_MAX_BODY_BYTES = 8 << 20
-_INLINE_TOKENIZE_CHARS = 8_192  # longer texts are tokenized in a thread: they would stall every stream
+DEFAULT_BODY_TIMEOUT_S = 30.0
+_INLINE_TOKENIZE_CHARS = (
+    8_192  # of a whole request; more is tokenized in a thread: it would stall every stream
+)
+_INLINE_PARSE_BYTES = 65_536  # likewise
+_MESSAGE_CHARS = 32  # what a message costs beyond its content
 
 
 def create_app(
@@ -43,6 +52,7 @@ def create_app(
     *,
     api_keys: Sequence[str] = (),
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
     registry: CollectorRegistry | None = None,
 ) -> FastAPI:
     """The application over `gateway`; HTTP and engine instruments go into `registry`, which `/metrics` exposes."""
@@ -51,7 +61,8 @@ def create_app(
     app = FastAPI(title="genserve", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.state.metrics = metrics
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, timeout_s=body_timeout_s)
+    app.add_middleware(Admission, gateway=gateway)
     app.add_middleware(ApiKeyAuth, api_keys=tuple(api_keys))
     app.add_middleware(CountRequests, metrics=metrics)
     app.add_exception_handler(GenserveError, _on_error)
@@ -61,31 +72,31 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = parse(ChatRequest, await request.body())
+        body = await _parsed(ChatRequest, request)
         model = gateway.model(body.model)
         messages = [message.for_template() for message in body.messages]
-        num_chars = sum(len(message["content"]) for message in messages)
+        num_chars = sum(len(message["content"]) + _MESSAGE_CHARS for message in messages)
 
         async def prompts() -> list[tuple[list[int], str | None]]:
             return [(await _off_loop(num_chars, model.tokenizer.apply_chat_template, messages), None)]
 
-        return CompletionResponse(gateway, metrics, model, body, 1, prompts, ChatFormat)
+        lease = request.scope["genserve.lease"]
+        return CompletionResponse(lease, metrics, model, body, 1, prompts, ChatFormat)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = parse(CompletionsRequest, await request.body())
+        body = await _parsed(CompletionsRequest, request)
         model = gateway.model(body.model)
 
-        async def prompts() -> list[tuple[list[int], str | None]]:
-            found: list[tuple[list[int], str | None]] = []
-            for prompt in body.prompt:
-                if isinstance(prompt, str):
-                    found.append((await _off_loop(len(prompt), model.tokenizer.encode, prompt), prompt))
-                else:
-                    found.append((prompt, None))
-            return found
+        def encode(prompt: str | list[int]) -> tuple[list[int], str | None]:
+            return (model.tokenizer.encode(prompt), prompt) if isinstance(prompt, str) else (prompt, None)
 
-        return CompletionResponse(gateway, metrics, model, body, len(body.prompt), prompts, CompletionsFormat)
+        async def prompts() -> list[tuple[list[int], str | None]]:
+            num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+            return await _off_loop(num_chars, lambda texts: [encode(text) for text in texts], body.prompt)
+
+        lease = request.scope["genserve.lease"]
+        return CompletionResponse(lease, metrics, model, body, len(body.prompt), prompts, CompletionsFormat)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -117,7 +128,7 @@ class CompletionResponse(Response):
 
     def __init__(
         self,
-        gateway: Gateway,
+        lease: Lease,
         metrics: HttpMetrics,
         model: ServedModel,
         body: ChatRequest | CompletionsRequest,
@@ -126,7 +137,7 @@ class CompletionResponse(Response):
         response_format: type[ChatFormat] | type[CompletionsFormat],
     ) -> None:
         super().__init__()
-        self._gateway = gateway
+        self._lease = lease
         self._metrics = metrics
         self._model = model
         self._body = body
@@ -134,7 +145,7 @@ class CompletionResponse(Response):
         self._num_sequences = num_prompts * body.n
         self._prompts = prompts
         self._id = uuid.uuid4().hex
-        self._include_usage = body.stream_options.include_usage
+        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._format: ResponseFormat = response_format(
             self._id, int(time.time()), model.name, model.tokenizer, body.stream and self._include_usage
         )
@@ -143,24 +154,26 @@ class CompletionResponse(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         scope["genserve.model"] = self._model.name
+        self._scope = scope
         if not await sse.until_disconnect(receive, self._run(send)):
             self._metrics.disconnects.labels(self._model.name).inc()
 
     async def _run(self, send: Any) -> None:
         name = self._model.name
-        with self._gateway.admit(name, self._num_sequences) as lease:
-            inflight = self._metrics.inflight.labels(name)
-            inflight.inc()
-            try:
-                requests = await self._requests()
-                async with self._completion(requests) as completion:
-                    lease.completion = completion
-                    try:
-                        await (self._stream if self._body.stream else self._whole)(send, completion)
-                    finally:
-                        self._metrics.generation_tokens.labels(name).inc(completion.usage.completion_tokens)
-            finally:
-                inflight.dec()
+        self._lease.take_sequences(name, self._num_sequences)
+        inflight = self._metrics.inflight.labels(name)
+        inflight.inc()
+        try:
+            requests = await self._requests()
+            async with self._completion(requests) as completion:
+                self._lease.completion = completion
+                try:
+                    await (self._stream if self._body.stream else self._whole)(send, completion)
+                finally:
+                    self._metrics.generation_tokens.labels(name).inc(completion.usage.completion_tokens)
+        finally:
+            inflight.dec()
+            self._lease.release_sequences()
 
     async def _requests(self) -> list[CompletionRequest]:
         body = self._body
@@ -204,6 +217,7 @@ class CompletionResponse(Response):
             if self._first_s is None:
                 self._first_s = time.monotonic()
             deltas.append(delta)
+        self._lease.release_sequences()
         body = self._format.body(deltas, self._num_sequences, completion.usage)
         self._record(completion)
         headers = [
@@ -222,25 +236,27 @@ class CompletionResponse(Response):
         headers = [*sse.SSE_HEADERS, (b"x-request-id", self._id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         head = self._format.opening(self._num_sequences) + chunk(delta)
-        if head:
-            await send({"type": "http.response.body", "body": head, "more_body": True})
-        try:
-            async for delta in completion:
-                data = chunk(delta)
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:
-            if not isinstance(error, GenserveError):
-                self._metrics.stream_errors.labels(self._model.name, "internal_error").inc()
-                await send({"type": "http.response.body", "body": sse.event(dumps(error_object(error)))})
-                raise
-            self._metrics.stream_errors.labels(self._model.name, http_form(error).code or "").inc()
-            tail = sse.event(dumps(error_object(error)))
-        else:
-            tail = self._format.usage_chunk(completion.usage) if self._include_usage else b""
-            tail += sse.DONE
-            self._record(completion)
-        await send({"type": "http.response.body", "body": tail})
+        async with Outbox(self._scope, send) as outbox:
+            if head:
+                await outbox.write(head)
+            try:
+                async for delta in completion:
+                    data = chunk(delta)
+                    if data:
+                        await outbox.write(data)
+            except Exception as error:
+                tail = sse.event(dumps(error_object(error)))
+                if not isinstance(error, GenserveError):
+                    self._metrics.stream_errors.labels(self._model.name, "internal_error").inc()
+                    await outbox.finish(tail)
+                    raise
+                self._metrics.stream_errors.labels(self._model.name, http_form(error).code or "").inc()
+            else:
+                tail = self._format.usage_chunk(completion.usage) if self._include_usage else b""
+                tail += sse.DONE
+                self._record(completion)
+            self._lease.release_sequences()
+            await outbox.finish(tail)
 
     def _record(self, completion: Completion) -> None:
         usage = completion.usage
@@ -255,7 +271,14 @@ class CompletionResponse(Response):
         )
 
 
-async def _off_loop(num_chars: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:
+async def _parsed(kind: type[_Body], request: Request) -> _Body:
+    data = await request.body()
+    if len(data) <= _INLINE_PARSE_BYTES:
+        return parse(kind, data)
+    return await asyncio.to_thread(parse, kind, data)
+
+
+async def _off_loop(num_chars: int, function: Callable[[Any], _Result], argument: Any) -> _Result:
     if num_chars <= _INLINE_TOKENIZE_CHARS:
         return function(argument)
     return await asyncio.to_thread(function, argument)

@@ -1,19 +1,52 @@
-"""A limit on request bodies, as ASGI middleware: by declared length, and by what really arrives."""
+"""Limits on request bodies, as ASGI middleware: their place in the server, their size, their pace.
+
+A request with a body is admitted before the first byte of it is read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from genserve.core.errors import PayloadTooLarge
+from genserve.core.errors import GenserveError, PayloadTooLarge, RequestTimeout
+from genserve.core.server.gateway import Gateway
 from genserve.core.server.http_errors import send_error
+
+# A body that keeps coming may take so many times the timeout of one that stopped.
+_WHOLE_BODY_TIMEOUTS = 10
+
+
+class Admission:
+    """Gives each POST a place in `gateway` (`scope["genserve.lease"]`), or answers why there is none."""
+
+    def __init__(self, app: Any, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            lease = self._gateway.enter()
+        except GenserveError as error:
+            await send_error(send, error)
+            return
+        with lease:
+            scope["genserve.lease"] = lease
+            await self._app(scope, receive, send)
 
 
 class BodyLimit:
-    """Refuses bodies over `max_body_bytes` with `PayloadTooLarge`, chunked ones as soon as they pass it."""
+    """Refuses bodies over `max_body_bytes` with `PayloadTooLarge`, chunked ones as soon as they pass it.
 
-    def __init__(self, app: Any, max_body_bytes: int) -> None:
+    One of which nothing arrives for `timeout_s` is a `RequestTimeout`.
+    """
+
+    def __init__(self, app: Any, max_body_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -25,10 +58,22 @@ class BodyLimit:
                 await send_error(send, error)
                 return
         received = 0
+        more = True
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _WHOLE_BODY_TIMEOUTS * self._timeout_s
 
         async def limited_receive() -> Any:
-            nonlocal received
-            message = await receive()
+            nonlocal received, more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout(min(self._timeout_s, deadline_s - loop.time())):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"the request body stopped after {received} bytes (limit: {self._timeout_s:g} s)"
+                ) from None
+            more = message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 raise error

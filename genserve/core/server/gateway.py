@@ -7,8 +7,7 @@ and the drain at shutdown. Knows nothing of HTTP or of what a model family is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genserve.core.errors import ConfigError, Draining, InvalidRequest, ModelNotFound, Overloaded
@@ -29,19 +28,42 @@ class ServedModel:
 
 
 class Lease:
-    """A request's place in the server, held while it is in flight."""
+    """A request's place in the server, from before its body is read; a context manager that gives it back.
 
-    __slots__ = ("completion", "model", "num_sequences")
+    The sequences it takes later can be given back earlier: once the engine is done with them.
+    """
 
-    def __init__(self, model: ServedModel, num_sequences: int) -> None:
-        self.model = model
-        self.num_sequences = num_sequences
+    __slots__ = ("_gateway", "_model", "_num_sequences", "completion")
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._model = ""
+        self._num_sequences = 0
         self.completion: Completion | None = None
+
+    def take_sequences(self, name: str, num_sequences: int) -> None:
+        """Places for the sequences of this request, or the error that says why not."""
+        self._gateway._take(name, num_sequences)
+        self._model, self._num_sequences = name, num_sequences
+
+    def release_sequences(self) -> None:
+        """Give the sequences back. Safe to call twice."""
+        if self._num_sequences:
+            self._gateway._give_back(self._model, self._num_sequences)
+            self._num_sequences = 0
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release_sequences()
+        self._gateway._leave(self)
 
 
 class Gateway:
     """Admission to the served models.
 
+    A request enters before its body is read, and takes its sequences once it is known what it asks for.
     At most `max_inflight_sequences` sequences a model (None: what its engine will queue) and
     `max_inflight_requests` requests in all are in flight; more are `Overloaded`.
     """
@@ -79,6 +101,10 @@ class Gateway:
     def num_inflight_requests(self) -> int:
         return len(self._leases)
 
+    @property
+    def max_inflight_requests(self) -> int:
+        return self._max_requests
+
     def num_inflight_sequences(self, name: str) -> int:
         return self._num_sequences[name]
 
@@ -91,32 +117,36 @@ class Gateway:
             )
         return found
 
-    @contextmanager
-    def admit(self, name: str, num_sequences: int) -> Iterator[Lease]:
-        """A place for a request of `num_sequences`, given back on every way out."""
+    def enter(self) -> Lease:
+        """A place for one more request; the caller gives it back by leaving the lease's context."""
         if self._draining:
             raise Draining("the server is shutting down")
-        model = self.model(name)
-        limit = self._max_sequences[name]
+        if len(self._leases) >= self._max_requests:
+            raise Overloaded(f"{len(self._leases)} requests are in flight, the server's limit")
+        lease = Lease(self)
+        self._leases.add(lease)
+        self._idle.clear()
+        return lease
+
+    def _take(self, name: str, num_sequences: int) -> None:
+        if self._draining:
+            raise Draining("the server is shutting down")
+        limit = self._max_sequences[self.model(name).name]
         if num_sequences > limit:
             raise InvalidRequest(
                 "n", f"{num_sequences} sequences in one request are more than the server's limit of {limit}"
             )
-        if len(self._leases) >= self._max_requests:
-            raise Overloaded(f"{len(self._leases)} requests are in flight, the server's limit")
         if self._num_sequences[name] + num_sequences > limit:
             raise Overloaded(f"the queue of model {name!r} is full ({limit} sequences)")
-        lease = Lease(model, num_sequences)
-        self._leases.add(lease)
         self._num_sequences[name] += num_sequences
-        self._idle.clear()
-        try:
-            yield lease
-        finally:
-            self._leases.remove(lease)
-            self._num_sequences[name] -= num_sequences
-            if not self._leases:
-                self._idle.set()
+
+    def _give_back(self, name: str, num_sequences: int) -> None:
+        self._num_sequences[name] -= num_sequences
+
+    def _leave(self, lease: Lease) -> None:
+        self._leases.remove(lease)
+        if not self._leases:
+            self._idle.set()
 
     def begin_drain(self) -> None:
         """Take no new requests from now on; those in flight go on."""

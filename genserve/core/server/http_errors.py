@@ -28,6 +28,7 @@ _TABLE: dict[type[errors.GenserveError], HttpForm] = {
     errors.InvalidRequest: HttpForm(400, "invalid_request_error", "invalid_value"),
     errors.ModelNotFound: HttpForm(404, "invalid_request_error", "model_not_found"),
     errors.Unauthorized: HttpForm(401, "authentication_error", "invalid_api_key"),
+    errors.RequestTimeout: HttpForm(408, "invalid_request_error", "request_timeout"),
     errors.PayloadTooLarge: HttpForm(413, "invalid_request_error", "payload_too_large"),
     errors.Overloaded: HttpForm(429, "rate_limit_error", "overloaded"),
     errors.Draining: HttpForm(503, "server_error", "draining"),
@@ -73,7 +74,7 @@ def error_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", b"5"))
     elif isinstance(error, errors.Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
-    elif isinstance(error, errors.PayloadTooLarge):
+    elif isinstance(error, errors.PayloadTooLarge | errors.RequestTimeout):
         headers.append((b"connection", b"close"))
     return headers
 

@@ -30,10 +30,16 @@ class ServerInThread:
     """Context manager: `build` is awaited on the server's own loop; the server listens on loopback."""
 
     def __init__(
-        self, build: Callable[[], Awaitable[Parts]], *, drain_timeout_s: float = 10.0, port: int = 0
+        self,
+        build: Callable[[], Awaitable[Parts]],
+        *,
+        drain_timeout_s: float = 10.0,
+        write_timeout_s: float = 60.0,
+        port: int = 0,
     ) -> None:
         self._build = build
         self._drain_timeout_s = drain_timeout_s
+        self._write_timeout_s = write_timeout_s
         self._socket = bind("127.0.0.1", port)
         self.port: int = self._socket.getsockname()[1]
         self._started = threading.Event()
@@ -89,6 +95,7 @@ class ServerInThread:
             parts.gateway,
             self._socket,
             drain_timeout_s=self._drain_timeout_s,
+            write_timeout_s=self._write_timeout_s,
             on_started=self._started.set,
             on_stopped=parts.aclose,
             handle_signals=False,

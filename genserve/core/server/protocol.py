@@ -19,7 +19,7 @@ from genserve.core.runtime.sampling_limits import MAX_CHOICES, MAX_LOGPROBS
 from genserve.core.types import Grammar, SamplingParams
 
 COMPLETIONS_DEFAULT_MAX_TOKENS = 16
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 256
 
 # Values that ask for nothing beyond what is done anyway, of fields that are otherwise refused.
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
@@ -111,7 +111,7 @@ class _Common(_Strict):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     # Bookkeeping of the caller: accepted, without effect on the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -203,7 +203,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if type(value[0]) is int:
         return [_token_ids(value, "")]
     if len(value) > MAX_PROMPTS:
-        raise InvalidRequest("", f"at most {MAX_PROMPTS} prompts, not {len(value)}")
+        raise InvalidRequest("", f"at most {MAX_PROMPTS} prompts in one request, not {len(value)}")
     if isinstance(value[0], str):
         wrong = next((i for i, prompt in enumerate(value) if not isinstance(prompt, str)), None)
         if wrong is not None:
@@ -272,9 +272,12 @@ def parse(model: type[_Body], body: bytes) -> _Body:
     if isinstance(asked.get("messages"), list):
         asked["messages"] = [_without_empty(message) for message in asked["messages"]]
     try:
-        return model.model_validate(asked)
+        request = model.model_validate(asked)
     except ValidationError as error:
         raise _first_error(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options", "is only for stream: true")
+    return request
 
 
 def _asks_nothing(key: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _log = logging.getLogger("genserve.server")
-_EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 _ABORT_GRACE_S = 2  # for streams that were just aborted to say so
 
 
@@ -53,9 +54,18 @@ class _Server(uvicorn.Server):
         yield  # signals are ours: uvicorn would stop listening before the drain
 
 
-def _config(app: FastAPI, log_level: str) -> uvicorn.Config:
+def _config(app: FastAPI, gateway: Gateway, log_level: str, write_timeout_s: float) -> uvicorn.Config:
+    http: Any = "h11"
+    if importlib.util.find_spec("httptools") is not None:
+        from genserve.core.server.http_connection import connection_type
+
+        http = connection_type(write_timeout_s)
     return uvicorn.Config(
         app,
+        http=http,
+        h11_max_incomplete_event_size=64 << 10,
+        # Room for as many idle connections, and for those that only ask how the server is.
+        limit_concurrency=2 * gateway.max_inflight_requests + 64,
         log_level=log_level,
         access_log=False,
         lifespan="off",
@@ -70,6 +80,7 @@ async def serve(
     sock: socket.socket,
     *,
     drain_timeout_s: float = 30.0,
+    write_timeout_s: float = 60.0,
     on_started: Callable[[], None] = lambda: None,
     on_draining: Callable[[int], None] = lambda num_inflight: None,
     on_stopped: Callable[[], Awaitable[None]] | None = None,
@@ -79,11 +90,12 @@ async def serve(
 ) -> None:
     """Serve on `sock` until SIGTERM, SIGINT or `stop`, drain, and return once all is closed.
 
+    A client that takes nothing of its answer for `write_timeout_s` is dropped.
     `on_draining` is told how many requests are in flight when the drain begins. `on_stopped` frees the
     engines; it runs last, also after an error. With `handle_signals` this must be
     the main thread's loop.
     """
-    server = _Server(_config(app, log_level))
+    server = _Server(_config(app, gateway, log_level, write_timeout_s))
     stop = stop or asyncio.Event()
     loop = asyncio.get_running_loop()
     if handle_signals:
@@ -116,7 +128,7 @@ async def serve(
 
 def _on_interrupt(stop: asyncio.Event) -> None:
     if stop.is_set():
-        os._exit(_EXIT_INTERRUPTED)
+        os._exit(EXIT_INTERRUPTED)
     stop.set()
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_STOP_CHARS = 1024
+
 
 class StopMatcher:
     """Finds the earliest stop string in a stream, holding back only what may still become one.
@@ -17,9 +19,9 @@ class StopMatcher:
 
     __slots__ = ("_automata", "_first_chars", "_held", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._automata = [_Prefixes(stop) for stop in stops]
-        self._first_chars = tuple({stop[0] for stop in stops})
+    def __init__(self, tables: StopTables) -> None:
+        self._automata = [_Prefixes(stop, fallback) for stop, fallback in tables.stops]
+        self._first_chars = tables.first_chars
         self._held = ""
         self.matched: str | None = None
 
@@ -52,21 +54,37 @@ class StopMatcher:
         return held
 
 
+class StopTables:
+    """What matching a request's stop strings needs; made once and shared by all of its sequences."""
+
+    __slots__ = ("first_chars", "stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple((stop, _fallback(stop)) for stop in stops)
+        self.first_chars = tuple({stop[0] for stop in stops})
+
+
+def _fallback(stop: str) -> tuple[int, ...]:
+    """Knuth-Morris-Pratt: of each prefix of `stop`, the length of its longest border."""
+    table = [0] * len(stop)
+    length = 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = table[length - 1]
+        length += stop[index] == stop[length]
+        table[index] = length
+    return tuple(table)
+
+
 class _Prefixes:
-    """Knuth-Morris-Pratt: `state` is the longest suffix of the stream that is a proper prefix of `stop`."""
+    """`state` is the longest suffix of the stream that is a proper prefix of `stop`."""
 
     __slots__ = ("_fallback", "state", "stop")
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, stop: str, fallback: tuple[int, ...]) -> None:
         self.stop = stop
         self.state = 0
-        self._fallback = [0] * len(stop)
-        length = 0
-        for index in range(1, len(stop)):
-            while length and stop[index] != stop[length]:
-                length = self._fallback[length - 1]
-            length += stop[index] == stop[length]
-            self._fallback[index] = length
+        self._fallback = fallback
 
     def advance(self, char: str) -> bool:
         """Take one character; True when it completes the stop string."""

@@ -1,26 +1,12 @@
-"""Instruments, request logs, and what they export to Prometheus."""
+"""Instruments and request logs."""
 
 import timeit
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from genserve.core.errors import ConfigError
-from genserve.core.metrics.prometheus import RecorderCollector
 from genserve.core.metrics.recorder import Recorder
 from genserve.core.metrics.timelines import RequestLog
-
-
-def scrape(*recorders):
-    registry = CollectorRegistry()
-    registry.register(RecorderCollector(recorders))
-    text = generate_latest(registry).decode()
-    samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
-    return text, samples
 
 
 def test_instruments_are_made_once_and_keep_their_labels():
@@ -56,7 +42,7 @@ def test_misuse_is_refused(use, message):
         use(recorder)
 
 
-def test_a_recorder_that_is_off_does_nothing_and_exports_nothing():
+def test_a_recorder_that_is_off_does_nothing():
     recorder = Recorder(enabled=False)
     counter, histogram = recorder.counter("a", "A"), recorder.histogram("b_s", "B")
     counter.add(5)
@@ -67,7 +53,6 @@ def test_a_recorder_that_is_off_does_nothing_and_exports_nothing():
     log.tokens("r", 1.0)
     log.finished("r", 2.0, "stop")
     assert (counter.value, histogram.num_observations, list(recorder), log.timelines) == (0, 0, [], ())
-    assert scrape(recorder)[1] == {}
 
 
 def test_observations_cost_about_a_microsecond():
@@ -78,37 +63,6 @@ def test_observations_cost_about_a_microsecond():
     for call in (lambda: histogram.observe(0.2), lambda: log.tokens("r", 1.0)):
         best_s = min(timeit.repeat(call, number=5000, repeat=7)) / 5000
         assert best_s < 5e-6  # 0.2 and 0.4 us on an idle core
-
-
-def test_prometheus_names_units_and_labels():
-    one, two = Recorder({"model": "one"}), Recorder({"model": "two"})
-    one.counter("requests", "Requests that ended", outcome="stop").add(3)
-    two.gauge("kv_pages_free", "Free pages").set(7)
-    two.counter("requests", "Requests that ended").add(1)
-    one.histogram("ttft_s", "TTFT", bounds=(0.5, 1.0)).observe(0.7)
-    text, samples = scrape(one, two)
-    assert samples["genserve_requests_total", (("model", "one"), ("outcome", "stop"))] == 3
-    assert samples["genserve_requests_total", (("model", "two"), ("outcome", ""))] == 1
-    assert samples["genserve_kv_pages_free", (("model", "two"),)] == 7
-    buckets = [
-        samples["genserve_ttft_seconds_bucket", (("le", le), ("model", "one"))]
-        for le in ("0.5", "1.0", "+Inf")
-    ]
-    assert buckets == [0, 1, 1]
-    assert samples["genserve_ttft_seconds_sum", (("model", "one"),)] == pytest.approx(0.7)
-    assert samples["genserve_ttft_seconds_count", (("model", "one"),)] == 1
-    assert text.count("# TYPE genserve_requests_total counter") == 1
-    assert "# HELP genserve_ttft_seconds TTFT" in text
-
-
-def test_collector_reads_recorders_that_come_and_go():
-    recorders: list[Recorder] = []
-    registry = CollectorRegistry()
-    registry.register(RecorderCollector(lambda: recorders))
-    assert generate_latest(registry) == b""
-    recorders.append(Recorder({"model": "late"}))
-    recorders[0].counter("a", "A").add()
-    assert b'genserve_a_total{model="late"} 1.0' in generate_latest(registry)
 
 
 def test_request_log_follows_a_life():

@@ -175,7 +175,9 @@ def serve_engine():
     """`serve_engine(make, **create_app arguments)`: start a server over `make()`; stopped at the end."""
     running = []
 
-    def start(make=make_engine, gateway_options=None, drain_timeout_s=10.0, **app_options) -> Served:
+    def start(
+        make=make_engine, gateway_options=None, drain_timeout_s=10.0, write_timeout_s=60.0, **app_options
+    ) -> Served:
         made: dict = {}
 
         async def build() -> Parts:
@@ -190,7 +192,7 @@ def serve_engine():
             gateway = made["gateway"] = Gateway([model], **(gateway_options or {}))
             return Parts(create_app(gateway, **app_options), gateway, client.aclose)
 
-        server = ServerInThread(build, drain_timeout_s=drain_timeout_s)
+        server = ServerInThread(build, drain_timeout_s=drain_timeout_s, write_timeout_s=write_timeout_s)
         server.__enter__()
         running.append(server)
         return Served(server, made)

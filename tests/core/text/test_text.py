@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from genserve.core.errors import ConfigError, InvalidRequest
 from genserve.core.testing import byte_fallback_tokenizer, byte_level_tokenizer
 from genserve.core.text.detokenizer import Detokenizer
-from genserve.core.text.stops import StopMatcher
+from genserve.core.text.stops import StopMatcher, StopTables
 from genserve.core.text.tokenizer import Tokenizer
 
 
@@ -183,7 +183,7 @@ def naive_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     cuts=st.lists(st.integers(0, 24), max_size=6),
 )
 def test_stops_are_found_however_the_text_is_split_and_little_is_held(text, stops, cuts):
-    shown, matcher = "", StopMatcher(stops)
+    shown, matcher = "", StopMatcher(StopTables(stops))
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     for start, end in itertools.pairwise(edges):
         shown += matcher.push(text[start:end])
