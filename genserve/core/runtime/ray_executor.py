@@ -101,7 +101,7 @@ class RayExecutor:
         if self._closed:
             return
         self._closed = True
-        waiting = [asyncio.ensure_future(self._dropped()), self._reporter]
+        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._dropped()), self._reporter]
         while not self._pending.empty():
             run, result, _ = self._pending.get_nowait()  # type: ignore[misc]
             waiting.append(asyncio.ensure_future(_ended(run, result)))
