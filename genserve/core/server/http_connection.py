@@ -66,7 +66,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {"genserve.connection": self}  # type: ignore[typeddict-item]
+        self.scope["extensions"] = {"genserve.connection": self}  # type: ignore[dict-item]
         self._num_head = 0
         if self._head_timer is None:
             self._await_head()
