@@ -30,7 +30,11 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,  # its panels cut names and defaults, and read [brackets] as markup
 )
 
 
@@ -60,7 +64,7 @@ app.add_typer(cli_simulate.app, name="simulate")
 
 @app.command()
 def models(as_json: opt.Json = False) -> None:
-    """List the built-in models, where each comes from and whether it is on this machine."""
+    """List the built-in models: origin, licence, size, cached or not."""
     from dataclasses import asdict
 
     from genserve.core.models.registry import list_models
@@ -98,7 +102,7 @@ def config(
     ] = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Print the configuration that `genserve serve` would run with, as YAML. API keys are hidden."""
+    """Print the configuration that `genserve serve` would use. API keys are hidden."""
     import json
 
     import yaml

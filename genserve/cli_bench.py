@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from genserve.core.server.loadgen import OnProgress, Target
     from genserve.core.workload.workload import Workload
 
-app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput and goodput.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure latency, throughput and goodput.", rich_markup_mode=None
+)
 
 ResultT = TypeVar("ResultT")
 # (options of run_load, label) of one run; an unset rate is the workload's own.
@@ -80,7 +82,7 @@ def serve(
         Path | None, typer.Option(help="Folder for report.json, requests.jsonl and plots.")
     ] = None,
 ) -> None:
-    """Drive any OpenAI-compatible server with a workload and report percentiles and goodput.
+    """Measure any OpenAI-compatible server: percentiles and goodput.
 
     Without --rate or --concurrency requests arrive as the workload says. Each run of a sweep has
     its own prompts; give another --seed to a server that may remember those of an earlier benchmark.

@@ -35,7 +35,10 @@ def offline(
     executor: opt.Executor = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Measure an engine's throughput on a workload's lengths, arrival times aside."""
+    """Measure an engine's throughput without HTTP.
+
+    Of the workload the lengths count, not the arrival times.
+    """
     import json
     from dataclasses import asdict
 

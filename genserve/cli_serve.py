@@ -30,9 +30,12 @@ def serve(
     drain_timeout_s: Annotated[
         float | None, typer.Option(help="Seconds for requests in flight after SIGTERM [default: 30].")
     ] = None,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"] | None, typer.Option()] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        typer.Option(help="What the log on stderr tells [default: warning]."),
+    ] = None,
 ) -> None:
-    """Serve models behind an OpenAI-compatible API until SIGTERM or Ctrl-C.
+    """Serve models behind an OpenAI-compatible API. SIGTERM or Ctrl-C ends it.
 
     Without --model or --config the embedded model is served. Options for models are set on each of them.
     """

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from genserve.core.metrics.timelines import Timeline
 
 app = typer.Typer(
-    no_args_is_help=True, help="Try a workload on modelled hardware, in a fraction of the time."
+    no_args_is_help=True,
+    help="Try a workload on modelled hardware, in a fraction of the time.",
+    rich_markup_mode=None,
 )
 
 
@@ -58,7 +60,10 @@ def simulate_ar(
     as_json: opt.Json = False,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and plots.")] = None,
 ) -> None:
-    """Simulate the autoregressive engine: its scheduler, a roofline of model and hardware for time."""
+    """Simulate the autoregressive engine on modelled hardware.
+
+    The scheduler is the engine's own; a roofline of model and hardware tells the time.
+    """
     from genserve.ar.cost import HARDWARE, MODELS, RooflineCost
     from genserve.ar.engine import EngineLimits
     from genserve.ar.simulate import simulate

@@ -36,7 +36,7 @@ def generate(
     executor: opt.Executor = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Generate from one prompt, in this process, and print the text as it comes."""
+    """Generate from one prompt in this process, printed as it comes."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     options |= opt.given(seed=seed, regex=regex, json_schema=_read(json_schema))
     options["stop"] = stop or ()

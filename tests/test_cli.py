@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -61,6 +62,28 @@ def test_the_command_line_imports_nothing_heavy():
     code = f"import sys, genserve.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def commands(command, path=()):
+    yield path, command
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from commands(sub, (*path, name))
+
+
+@pytest.mark.parametrize(("path", "command"), commands(typer.main.get_command(app)))
+def test_help_fits_80_columns_and_cuts_nothing(path, command):
+    text = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text.replace("COMMAND [ARGS]...", "") and "…" not in text
+    words = text.replace(",", " ").split()
+    for option in command.params:
+        assert {*option.opts, *option.secondary_opts} & set(words)
+
+
+def test_help_tells_the_defaults_of_the_configuration():
+    text = " ".join(cli("serve", "--help").output.split())
+    for default in ("127.0.0.1", "8000", "1GiB", "64", "512", "thread", "30", "warning"):
+        assert f"[default: {default}]" in text
 
 
 def test_version():
