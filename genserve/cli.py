@@ -107,13 +107,18 @@ def config(
 
     import yaml
 
+    from genserve.core.config import READABLE
     from genserve.server_config import ServerConfig, server_config
 
     if schema:
         typer.echo(json.dumps(ServerConfig.model_json_schema(), indent=2))
         return
-    data = server_config(config, models=models or (), overrides=overrides or ()).model_dump(mode="json")
-    typer.echo(json.dumps(data, indent=2) if as_json else yaml.safe_dump(data, sort_keys=False).rstrip())
+    settings = server_config(config, models=models or (), overrides=overrides or ())
+    if as_json:
+        typer.echo(settings.model_dump_json(indent=2))
+        return
+    data = settings.model_dump(mode="json", context=READABLE, exclude_none=True)
+    typer.echo(yaml.safe_dump(data, sort_keys=False).rstrip())
 
 
 def main() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from genserve import cli_options as opt
+from genserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from genserve.core.server.gateway import ServedModel
@@ -67,7 +69,12 @@ def serve(
     from genserve.core.server.run import run
     from genserve.server import run_server
 
-    run(lambda: run_server(settings, _Messages(settings)))
+    try:
+        run(lambda: run_server(settings, _Messages(settings)))
+    except ConfigError as error:
+        if getattr(error.__cause__, "errno", None) == errno.EADDRINUSE:
+            raise ConfigError(f"{error}; give another --port, or --port 0 for a free one") from error
+        raise
 
 
 class _Messages:
@@ -116,7 +123,7 @@ class _Messages:
 
     def draining(self, num_inflight: int) -> None:
         what = (
-            f"finishing {num_inflight} requests (Ctrl-C ends at once)"
+            f"finishing {num_inflight} request{'s' if num_inflight > 1 else ''} (Ctrl-C ends at once)"
             if num_inflight
             else "nothing in flight"
         )

@@ -158,6 +158,8 @@ def _server_answer(base_url: str, api_key: str | None, model: str | None, option
     from genserve.core.errors import ConfigError, GenserveError
 
     url = base_url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"base-url: {base_url!r} is not a URL (http://...)")
     client = openai.OpenAI(base_url=url if url.endswith("/v1") else url + "/v1", api_key=api_key or "none")
 
     def explained(error: openai.OpenAIError) -> GenserveError:

@@ -102,7 +102,24 @@ def test_config_prints_what_serve_would_use(tmp_path):
     shown = yaml.safe_load(cli("config", "--config", str(path), "--set", "models.0.dtype=float32").stdout)
     assert (shown["port"], shown["models"][0]["dtype"]) == (1234, "float32")
     assert "hush" not in str(shown)
-    assert "drain_timeout_s" in json.loads(cli("config", "--schema").stdout)["properties"]
+    assert shown["models"][0]["kv_pool"] == "1GiB" and None not in shown["models"][0].values()
+    exact = json.loads(cli("config", "--json", "--set", "models.0.kv_pool=1000001").stdout)
+    assert (exact["models"][0]["kv_pool"], exact["models"][0]["num_threads"]) == (1000001, None)
+
+
+def test_what_config_prints_is_a_config(tmp_path):
+    path = tmp_path / "server.yaml"
+    options = ["--set", "models.0.kv_pool=256MiB", "--set", "max_body=1000001"]
+    path.write_text(cli("config", *options).stdout)
+    assert "256MiB" in path.read_text() and "1000001" in path.read_text()
+    assert cli("config", "--config", str(path), "--json").stdout == cli("config", *options, "--json").stdout
+
+
+def test_the_schema_describes_every_key():
+    schema = json.loads(cli("config", "--schema").stdout)
+    keys = [*schema["properties"].items(), *schema["$defs"]["ArModel"]["properties"].items()]
+    assert {"drain_timeout_s", "kv_pool"} <= {name for name, _ in keys}
+    assert [name for name, shown in keys if not shown.get("description")] == []
 
 
 @pytest.mark.parametrize(
@@ -117,7 +134,9 @@ def test_config_prints_what_serve_would_use(tmp_path):
         (["serve", "--set", "prot=1"], "prot: unknown key"),
         (["config", "--set", "models.0.kvpool=1"], "models.0.kvpool: unknown key"),
         (["generate", "hi", "--json-schema", "nowhere.json"], "cannot read nowhere.json"),
+        (["serve", "--budget-tokens", "1"], "models.0: budget_tokens (1) must be"),
         (["chat", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["chat", "--base-url", "foo"], "'foo' is not a URL (http://...)"),
         (["simulate", "ar", "--model", "gpt-5"], "there are: llama-3-8b"),
         (["simulate", "ar", "--hardware", "abacus"], "there are: h100"),
         (["simulate", "ar", "--model", "llama-2-70b", "--hardware", "laptop"], "leaves no room for KV"),
@@ -259,7 +278,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(tiny):
         port = str(taken.getsockname()[1])
         result = cli("serve", "--model", tiny, "--port", port, exit_code=2)
     assert result.stderr.splitlines() == [
-        f"Error: host, port: cannot listen on 127.0.0.1:{port}: Address already in use"
+        f"Error: host, port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "give another --port, or --port 0 for a free one"
     ]
 
 

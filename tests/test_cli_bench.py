@@ -111,6 +111,14 @@ def test_errors_are_shown_and_all_failing_is_exit_code_one(url):
     assert "no http_429" in result.stdout
 
 
+def test_a_model_that_the_server_lacks_is_refused_before_anything_is_sent(url, stub):
+    assert (
+        "model: no 'nope'; the server has: "
+        in bench("--base-url", url, "--model", "nope", exit_code=2).stderr
+    )
+    assert stub.bodies == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -124,6 +132,7 @@ def test_errors_are_shown_and_all_failing_is_exit_code_one(url):
         (["--base-url", "localhost"], "base_url: expected"),
         (["--vocab-size", "5", "--model", "m"], "vocab_size: chat prompts are text"),
         (["--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["--base-url", "http://127.0.0.1:1", "--model", "m"], "cannot be reached"),
     ],
 )
 def test_bad_options_name_the_option_and_exit_two(arguments, message):
