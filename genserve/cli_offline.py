@@ -66,7 +66,7 @@ def offline(
 
         from genserve.core.metrics.report import summary_table
 
-        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+        console = Console(highlight=False)
         label = f"{concurrency} at a time"
         console.print(
             summary_table(f"{model} in process, workload {requests.name}", [(label, summary)], None)

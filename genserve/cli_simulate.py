@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,9 +47,17 @@ def simulate_ar(
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in a step, at most.")] = 256,
     budget_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step, at most.")] = 2048,
-    max_context_tokens: Annotated[int, typer.Option(min=1, help="Longer requests are cut to fit.")] = 131_072,
+    max_context_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Prompts and outputs above half of it are cut to fit; how many is told."),
+    ] = 131_072,
     kv_pool_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of KV; by default what the weights leave of the memory.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of KV; by default what the weights leave of the memory. "
+            "Prompts and outputs above half of it are cut to fit; how many is told.",
+        ),
     ] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Share the KV of common prefixes.")] = True,
     slo: Annotated[
@@ -90,7 +97,10 @@ def simulate_ar(
     )
     requests = open_workload(workload, num_requests, seed)
     longest = min(max_context_tokens, num_pages * PAGE_TOKENS)
-    requests = requests.clip_lengths(max(1, longest // 2), max(1, longest // 2))
+    wanted, half = requests, max(1, longest // 2)
+    requests = wanted.clip_lengths(half, half)
+    num_cut = sum(a != b for a, b in zip(wanted.requests, requests.requests, strict=True))
+    fitted = {"num_requests": len(wanted.requests), "num_cut": num_cut, "max_tokens_each": half}
     rows: list[tuple[str, Summary]] = []
     runs: dict[str, tuple[Timeline, ...]] = {}
     engines: list[dict[str, Any]] = []
@@ -105,7 +115,9 @@ def simulate_ar(
         figures = {"num_events": result.num_events, "events_per_s": result.num_events / max(took_s, 1e-9)}
         engines.append({"offered_rate_per_s": offered.rate_per_s, **figures, "engine": dict(result.engine)})
     title = f"{model} on {tensor_parallel} x {hardware} (simulated), workload {requests.name}"
-    _report(title, requests.summary().to_dict(), rows, runs, engines, limits_s, as_json, out)
+    _report(
+        title, {**requests.summary().to_dict(), "fitted": fitted}, rows, runs, engines, limits_s, as_json, out
+    )
 
 
 def _report(
@@ -149,8 +161,16 @@ def _report(
 
     from genserve.core.metrics.report import summary_table
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console()
     console.print(summary_table(title, rows, slo))
+    fitted = workload["fitted"]
+    if fitted["num_cut"]:
+        console.print(
+            f"! {fitted['num_cut']} of {fitted['num_requests']} requests cut to fit: "
+            f"prompt and output to {fitted['max_tokens_each']:,} tokens each",
+            style="yellow",
+            highlight=False,
+        )
     for (label, _), engine in zip(rows, engines, strict=True):
         stats = engine["engine"]
         console.print(

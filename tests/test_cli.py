@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -199,6 +200,22 @@ def test_simulate_a_sweep(tmp_path):
     assert slow < fast
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert {"ttft_cdf.png", "sweep.png", "timeline_1.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_simulate_tells_how_many_requests_were_cut():
+    options = ["simulate", "ar", "--num-requests", "20", "--kv-pool-tokens", "16"]
+    assert "20 of 20 requests cut to fit: prompt and output to 8 tokens each" in cli(*options).stdout
+    fitted = json.loads(cli(*options, "--json").stdout)["workload"]["fitted"]
+    assert fitted == {"num_requests": 20, "num_cut": 20, "max_tokens_each": 8}
+    assert "cut to fit" not in cli(*options[:-2]).stdout
+
+
+def test_tables_fit_80_columns():
+    options = ["simulate", "ar", "--num-requests", "20", "--rate", "2,2000", "--slo", "ttft=0.5"]
+    told = CliRunner().invoke(app, options, env={"COLUMNS": "80"}).stdout
+    assert max(map(len, told.splitlines())) <= 80
+    for row in (r"rate 2/s +20 / 20 +\S+ +\S+ +\S+% +\S+ *\n", r"rate 2000/s +TTFT( +\S+ m?s){3} *\n"):
+        assert re.search(row, told)
 
 
 class Server:

@@ -29,6 +29,7 @@ def bench(*arguments, exit_code=0):
 
 
 def test_json_of_a_rate_sweep_and_nothing_else_on_stdout(url, stub):
+    stub.model_ids = ["ok", "fast"]
     arguments = ["--base-url", url, "--model", "fast", "--workload", "chat", "--num-requests", "10"]
     result = bench(
         *arguments,
@@ -103,7 +104,8 @@ def test_a_trace_is_replayed_as_it_says(url, stub, tmp_path):
     assert {len(body["messages"][0]["content"].split()) for body in stub.bodies[2:]} == {9}
 
 
-def test_errors_are_shown_and_all_failing_is_exit_code_one(url):
+def test_errors_are_shown_and_all_failing_is_exit_code_one(url, stub):
+    stub.model_ids = ["http_429"]
     result = bench(
         "--base-url", url, "--model", "http_429", "--num-requests", "3", "--rate", "99", exit_code=1
     )
