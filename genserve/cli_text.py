@@ -91,7 +91,7 @@ def chat(
     kv_pool: opt.KvPool = None,
     num_threads: opt.NumThreads = None,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves."""
+    """Talk to a model. Ctrl-C stops an answer, /new starts over, Ctrl-D or /quit leaves."""
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, **opt.given(seed=seed)}
     if base_url is not None:
         _converse(_server_answer(base_url, api_key, model, options), system)
@@ -107,7 +107,7 @@ def _converse(answer: Answer, system: str | None) -> None:
     if interactive:
         import readline  # noqa: F401  (editing and history of input lines)
 
-        typer.echo("Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.", err=True)
+        typer.echo("Ctrl-C stops an answer, /new starts over, Ctrl-D or /quit leaves.", err=True)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
@@ -116,9 +116,16 @@ def _converse(answer: Answer, system: str | None) -> None:
         except (EOFError, KeyboardInterrupt):
             typer.echo("", err=True)
             return
-        if said == "/new":
+        if not interactive and said:
+            sys.stdout.write(f"> {said}\n")  # what a terminal shows by itself
+            sys.stdout.flush()
+        if said == "/quit":
+            return
+        if said in ("/new", "/reset"):
             messages = list(opening)
-        if not said or said == "/new":
+        elif said.startswith("/"):
+            typer.echo(f"Error: no command {said.split()[0]}; there are: /new (or /reset), /quit", err=True)
+        if not said or said.startswith("/"):
             continue
         messages.append({"role": "user", "content": said})
         pieces: list[str] = []

@@ -157,6 +157,10 @@ def load_model(
         from genserve.core.models.fetch import fetch
 
         location = str(fetch(source.name, on_progress))
+    if on_progress is not None:
+        from genserve.core.models.fetch import FetchProgress
+
+        on_progress(FetchProgress(source.name, "load"))
     try:
         model: Any  # transformers wraps `to` in a way that type checkers misread
         if source.kind == "gguf":
