@@ -158,6 +158,8 @@ def load_model(
 
         location = str(fetch(source.name, on_progress))
     if on_progress is not None:
+        from transformers import AutoModelForCausalLM  # noqa: F401  (seconds that are not the weights')
+
         from genserve.core.models.fetch import FetchProgress
 
         on_progress(FetchProgress(source.name, "load"))
