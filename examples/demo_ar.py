@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-QUESTION = "What is the capital of France? Tell me two things to see there."
+QUESTION = "What is the capital of France? Explain in two sentences why people visit it."
 MAX_TOKENS = 96
 STOP_TIMEOUT_S = 30
 
