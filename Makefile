@@ -34,7 +34,8 @@ $(PY):
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
-	@echo "Installing the pinned dependencies (about two minutes the first time)"
+	@echo "Installing the pinned dependencies: about two minutes and 1 GB to download the first time, 3 GB or"
+	@echo "more where the package index has torch with CUDA (PyPI on Linux)"
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 

@@ -5,11 +5,13 @@ Run by `make demo`. Everything is as a user would do it: a server process and an
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from openai import OpenAI
 from rich.console import Console, Group
@@ -19,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-QUESTION = "Why is the sky blue? Answer in a few sentences."
+QUESTION = "What is the capital of France? Explain in two sentences why people visit it."
 MAX_TOKENS = 96
 STOP_TIMEOUT_S = 30
 
@@ -32,10 +34,15 @@ def start_server() -> tuple[subprocess.Popen[str], str]:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     for line in server.stdout:
-        console.print(Text(f"server | {line.rstrip()}", style="dim"), soft_wrap=True)
         if found := re.match(r"Ready at (http://\S+);", line):
+            _tell(f"ready at {found[1]}")
             return server, found[1]
+        _tell(line)
     sys.exit(f"the server ended with status {server.wait()} before it was ready")
+
+
+def _tell(line: str) -> None:
+    console.print(Text(f"server | {line.rstrip()}", style="dim"), soft_wrap=True)
 
 
 def chat(url: str) -> None:
@@ -92,10 +99,14 @@ def main() -> None:
     finally:
         server.send_signal(signal.SIGTERM)
         rest, _ = server.communicate(timeout=STOP_TIMEOUT_S)
+    # What it said once it was ready are hints for a port that is closed by now.
     for line in rest.splitlines():
-        console.print(Text(f"server | {line}", style="dim"), soft_wrap=True)
+        if line.startswith("Stop"):
+            _tell(line)
     if server.returncode != 0:
         sys.exit(f"the server ended with status {server.returncode}")
+    command = os.path.relpath(Path(sys.executable).with_name("genserve"))
+    console.print(Text(f"\nA server of your own: {command} serve"), soft_wrap=True)
 
 
 if __name__ == "__main__":

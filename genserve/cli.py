@@ -30,7 +30,11 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,  # its panels cut names and defaults, and read [brackets] as markup
 )
 
 
@@ -60,7 +64,7 @@ app.add_typer(cli_simulate.app, name="simulate")
 
 @app.command()
 def models(as_json: opt.Json = False) -> None:
-    """List the built-in models, where each comes from and whether it is on this machine."""
+    """List the built-in models: origin, licence, size, cached or not."""
     from dataclasses import asdict
 
     from genserve.core.models.registry import list_models
@@ -98,18 +102,23 @@ def config(
     ] = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Print the configuration that `genserve serve` would run with, as YAML. API keys are hidden."""
+    """Print the configuration that `genserve serve` would use. API keys are hidden."""
     import json
 
     import yaml
 
+    from genserve.core.config import READABLE
     from genserve.server_config import ServerConfig, server_config
 
     if schema:
         typer.echo(json.dumps(ServerConfig.model_json_schema(), indent=2))
         return
-    data = server_config(config, models=models or (), overrides=overrides or ()).model_dump(mode="json")
-    typer.echo(json.dumps(data, indent=2) if as_json else yaml.safe_dump(data, sort_keys=False).rstrip())
+    settings = server_config(config, models=models or (), overrides=overrides or ())
+    if as_json:
+        typer.echo(settings.model_dump_json(indent=2))
+        return
+    data = settings.model_dump(mode="json", context=READABLE, exclude_none=True)
+    typer.echo(yaml.safe_dump(data, sort_keys=False).rstrip())
 
 
 def main() -> None:

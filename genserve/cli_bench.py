@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from genserve.core.server.loadgen import OnProgress, Target
     from genserve.core.workload.workload import Workload
 
-app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput and goodput.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure latency, throughput and goodput.", rich_markup_mode=None
+)
 
 ResultT = TypeVar("ResultT")
 # (options of run_load, label) of one run; an unset rate is the workload's own.
@@ -80,11 +82,13 @@ def serve(
         Path | None, typer.Option(help="Folder for report.json, requests.jsonl and plots.")
     ] = None,
 ) -> None:
-    """Drive any OpenAI-compatible server with a workload and report percentiles and goodput.
+    """Measure any OpenAI-compatible server: percentiles and goodput.
 
     Without --rate or --concurrency requests arrive as the workload says. Each run of a sweep has
     its own prompts; give another --seed to a server that may remember those of an earlier benchmark.
     """
+    from dataclasses import replace
+
     from genserve.core.errors import ConfigError, GenserveError
     from genserve.core.metrics.summary import SLO
     from genserve.core.server.loadgen import Target, served_models
@@ -97,14 +101,16 @@ def serve(
         requests = requests.clip_lengths(max_prompt_tokens or sys.maxsize, max_output_tokens or sys.maxsize)
         common: dict[str, Any] = {"vocab_size": vocab_size, "ignore_eos": ignore_eos, "api_key": api_key}
         common |= {"request_timeout_s": request_timeout_s}
+        target = Target(base_url, model or "", endpoint, **common)
+        names = _run_async(served_models(target))
         if model is None:
-            names = _run_async(served_models(Target(base_url, "", endpoint, **common)))
             if len(names) != 1:
                 raise ConfigError(
                     f"model: the server has {', '.join(names) or 'none'}; name one with --model"
                 )
-            model = names[0]
-        target = Target(base_url, model, endpoint, **common)
+            target = replace(target, model=names[0])
+        elif model not in names:
+            raise ConfigError(f"model: no {model!r}; the server has: {', '.join(names) or 'none'}")
         report = _sweep(target, requests, loads, limits, seed, num_warmups, time_limit_s)
         _show(report, as_json, out)
     except GenserveError as error:

@@ -35,7 +35,10 @@ def offline(
     executor: opt.Executor = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Measure an engine's throughput on a workload's lengths, arrival times aside."""
+    """Measure an engine's throughput without HTTP.
+
+    Of the workload the lengths count, not the arrival times.
+    """
     import json
     from dataclasses import asdict
 
@@ -63,7 +66,7 @@ def offline(
 
         from genserve.core.metrics.report import summary_table
 
-        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+        console = Console(highlight=False)
         label = f"{concurrency} at a time"
         console.print(
             summary_table(f"{model} in process, workload {requests.name}", [(label, summary)], None)

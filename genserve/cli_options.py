@@ -17,7 +17,7 @@ Models: TypeAlias = Annotated[
     ),
 ]
 ConfigFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--config", help="A YAML file; see `genserve config`.")
+    Path | None, typer.Option("--config", help="A YAML file; `genserve config --schema` describes it.")
 ]
 Overrides: TypeAlias = Annotated[
     list[str] | None,
@@ -34,14 +34,21 @@ Dtype: TypeAlias = Annotated[
     typer.Option(help="Of weights and KV. auto: float32 on a CPU, else the model's own."),
 ]
 KvPool: TypeAlias = Annotated[
-    str | None, typer.Option("--kv-pool", metavar="BYTES", help="Memory for KV pages, e.g. 512MiB or 4GB.")
+    str | None,
+    typer.Option(
+        "--kv-pool", metavar="BYTES", help="Memory for KV pages, e.g. 512MiB or 4GB [default: 1GiB]."
+    ),
 ]
-MaxRunning: TypeAlias = Annotated[int | None, typer.Option(help="Sequences in a step, at most.")]
-BudgetTokens: TypeAlias = Annotated[int | None, typer.Option(help="Tokens in a step, at most.")]
+MaxRunning: TypeAlias = Annotated[
+    int | None, typer.Option(help="Sequences in a step, at most [default: 64].")
+]
+BudgetTokens: TypeAlias = Annotated[
+    int | None, typer.Option(help="Tokens in a step, at most [default: 512].")
+]
 NumThreads: TypeAlias = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
 Executor: TypeAlias = Annotated[
     Literal["thread", "ray"] | None,
-    typer.Option(help="Where the engine runs: in this process or in a Ray actor."),
+    typer.Option(help="Where the engine runs: in this process or in a Ray actor [default: thread]."),
 ]
 MaxTokens: TypeAlias = Annotated[int, typer.Option(min=0, help="Output tokens at most.")]
 Temperature: TypeAlias = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]

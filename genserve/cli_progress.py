@@ -1,4 +1,7 @@
-"""Progress of fetching and loading a model, on stderr: a bar on a terminal, a line a stage elsewhere."""
+"""Progress of fetching and loading a model, on stderr: a spinner on a terminal, a line a stage elsewhere.
+
+A bar is shown while the bytes to come are known.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ _STAGES = {
     "download": "downloading",
     "unpack": "unpacking",
     "convert": "converting (once)",
-    "done": "loading",
+    "done": "fetched",
+    "load": "loading weights",
 }
+_FIRST = "importing torch and transformers"
 
 
 class LoadProgress:
@@ -18,17 +23,21 @@ class LoadProgress:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         self._console = Console(stderr=True)
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            DownloadColumn(),
-        )
+        text = (SpinnerColumn(), TextColumn("{task.description}"))
+        self._without_bytes = (*text, TimeElapsedColumn())
+        self._with_bytes = (*text, BarColumn(bar_width=24), DownloadColumn())
         self._progress = Progress(
-            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+            *self._without_bytes, console=self._console, transient=True, disable=not self._console.is_terminal
         )
         self._task: Any = None
         self._model = ""
@@ -54,12 +63,14 @@ class LoadProgress:
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._model, self._stage = model, ""
-        self._task = self._progress.add_task(f"{model}: loading", total=None)
-        self._say("loading")
+        self._task = self._progress.add_task(f"{model}: {_FIRST}", total=None)
+        self._progress.columns = self._without_bytes
+        self._say(_FIRST)
 
     def on_progress(self, progress: Any) -> None:
         """The model's next `FetchProgress`; from any thread."""
         text = _STAGES.get(progress.stage, progress.stage)
+        self._progress.columns = self._with_bytes if progress.total_bytes else self._without_bytes
         self._progress.update(
             self._task,
             description=f"{self._model}: {text}",

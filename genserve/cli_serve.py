@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from genserve import cli_options as opt
+from genserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from genserve.core.server.gateway import ServedModel
@@ -30,16 +32,18 @@ def serve(
     drain_timeout_s: Annotated[
         float | None, typer.Option(help="Seconds for requests in flight after SIGTERM [default: 30].")
     ] = None,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"] | None, typer.Option()] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None,
+        typer.Option(help="What the log on stderr tells [default: warning]."),
+    ] = None,
 ) -> None:
-    """Serve models behind an OpenAI-compatible API until SIGTERM or Ctrl-C.
+    """Serve models behind an OpenAI-compatible API. SIGTERM or Ctrl-C ends it.
 
     Without --model or --config the embedded model is served. Options for models are set on each of them.
     """
     import logging
     import os
 
-    from genserve.core.errors import ConfigError
     from genserve.server_config import server_config
 
     if not api_keys and "GENSERVE_API_KEY" in os.environ:
@@ -69,7 +73,12 @@ def serve(
     from genserve.core.server.run import run
     from genserve.server import run_server
 
-    run(lambda: run_server(settings, _Messages(settings)))
+    try:
+        run(lambda: run_server(settings, _Messages(settings)))
+    except ConfigError as error:
+        if getattr(error.__cause__, "errno", None) == errno.EADDRINUSE:
+            raise ConfigError(f"{error}; give another --port, or --port 0 for a free one") from error
+        raise
 
 
 class _Messages:
@@ -118,7 +127,7 @@ class _Messages:
 
     def draining(self, num_inflight: int) -> None:
         what = (
-            f"finishing {num_inflight} requests (Ctrl-C ends at once)"
+            f"finishing {num_inflight} request{'s' if num_inflight > 1 else ''} (Ctrl-C ends at once)"
             if num_inflight
             else "nothing in flight"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,9 @@ if TYPE_CHECKING:
     from genserve.core.metrics.timelines import Timeline
 
 app = typer.Typer(
-    no_args_is_help=True, help="Try a workload on modelled hardware, in a fraction of the time."
+    no_args_is_help=True,
+    help="Try a workload on modelled hardware, in a fraction of the time.",
+    rich_markup_mode=None,
 )
 
 
@@ -46,9 +47,17 @@ def simulate_ar(
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in a step, at most.")] = 256,
     budget_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step, at most.")] = 2048,
-    max_context_tokens: Annotated[int, typer.Option(min=1, help="Longer requests are cut to fit.")] = 131_072,
+    max_context_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Prompts and outputs above half of it are cut to fit; how many is told."),
+    ] = 131_072,
     kv_pool_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of KV; by default what the weights leave of the memory.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of KV; by default what the weights leave of the memory. "
+            "Prompts and outputs above half of it are cut to fit; how many is told.",
+        ),
     ] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Share the KV of common prefixes.")] = True,
     slo: Annotated[
@@ -58,7 +67,10 @@ def simulate_ar(
     as_json: opt.Json = False,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and plots.")] = None,
 ) -> None:
-    """Simulate the autoregressive engine: its scheduler, a roofline of model and hardware for time."""
+    """Simulate the autoregressive engine on modelled hardware.
+
+    The scheduler is the engine's own; a roofline of model and hardware tells the time.
+    """
     from genserve.ar.cost import HARDWARE, MODELS, RooflineCost
     from genserve.ar.engine import EngineLimits
     from genserve.ar.simulate import simulate
@@ -86,7 +98,10 @@ def simulate_ar(
         raise ConfigError(str(error)) from error
     requests = open_workload(workload, num_requests, seed)
     longest = min(max_context_tokens, num_pages * PAGE_TOKENS)
-    requests = requests.clip_lengths(max(1, longest // 2), max(1, longest // 2))
+    wanted, half = requests, max(1, longest // 2)
+    requests = wanted.clip_lengths(half, half)
+    num_cut = sum(a != b for a, b in zip(wanted.requests, requests.requests, strict=True))
+    fitted = {"num_requests": len(wanted.requests), "num_cut": num_cut, "max_tokens_each": half}
     rows: list[tuple[str, Summary]] = []
     runs: dict[str, tuple[Timeline, ...]] = {}
     engines: list[dict[str, Any]] = []
@@ -101,7 +116,9 @@ def simulate_ar(
         figures = {"num_events": result.num_events, "events_per_s": result.num_events / max(took_s, 1e-9)}
         engines.append({"offered_rate_per_s": offered.rate_per_s, **figures, "engine": dict(result.engine)})
     title = f"{model} on {tensor_parallel} x {hardware} (simulated), workload {requests.name}"
-    _report(title, requests.summary().to_dict(), rows, runs, engines, limits_s, as_json, out)
+    _report(
+        title, {**requests.summary().to_dict(), "fitted": fitted}, rows, runs, engines, limits_s, as_json, out
+    )
 
 
 def _report(
@@ -145,8 +162,16 @@ def _report(
 
     from genserve.core.metrics.report import summary_table
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console()
     console.print(summary_table(title, rows, slo))
+    fitted = workload["fitted"]
+    if fitted["num_cut"]:
+        console.print(
+            f"! {fitted['num_cut']} of {fitted['num_requests']} requests cut to fit: "
+            f"prompt and output to {fitted['max_tokens_each']:,} tokens each",
+            style="yellow",
+            highlight=False,
+        )
     for (label, _), engine in zip(rows, engines, strict=True):
         stats = engine["engine"]
         console.print(

@@ -36,7 +36,7 @@ def generate(
     executor: opt.Executor = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Generate from one prompt, in this process, and print the text as it comes."""
+    """Generate from one prompt in this process, printed as it comes."""
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     options |= opt.given(seed=seed, regex=regex, json_schema=_read(json_schema))
     options["stop"] = stop or ()
@@ -92,7 +92,7 @@ def chat(
     kv_pool: opt.KvPool = None,
     num_threads: opt.NumThreads = None,
 ) -> None:
-    """Talk to a model. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves."""
+    """Talk to a model. Ctrl-C stops an answer, /new starts over, Ctrl-D or /quit leaves."""
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, **opt.given(seed=seed)}
     _check(options)
     if base_url is not None:
@@ -109,7 +109,7 @@ def _converse(answer: Answer, system: str | None) -> None:
     if interactive:
         import readline  # noqa: F401  (editing and history of input lines)
 
-        typer.echo("Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.", err=True)
+        typer.echo("Ctrl-C stops an answer, /new starts over, Ctrl-D or /quit leaves.", err=True)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
@@ -118,9 +118,16 @@ def _converse(answer: Answer, system: str | None) -> None:
         except (EOFError, KeyboardInterrupt):
             typer.echo("", err=True)
             return
-        if said == "/new":
+        if not interactive and said:
+            sys.stdout.write(f"> {said}\n")  # what a terminal shows by itself
+            sys.stdout.flush()
+        if said == "/quit":
+            return
+        if said in ("/new", "/reset"):
             messages = list(opening)
-        if not said or said == "/new":
+        elif said.startswith("/"):
+            typer.echo(f"Error: no command {said.split()[0]}; there are: /new (or /reset), /quit", err=True)
+        if not said or said.startswith("/"):
             continue
         messages.append({"role": "user", "content": said})
         pieces: list[str] = []
@@ -175,6 +182,8 @@ def _server_answer(base_url: str, api_key: str | None, model: str | None, option
     from genserve.core.errors import ConfigError, GenserveError
 
     url = base_url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"base-url: {base_url!r} is not a URL (http://...)")
     client = openai.OpenAI(base_url=url if url.endswith("/v1") else url + "/v1", api_key=api_key or "none")
 
     def explained(error: openai.OpenAIError) -> GenserveError:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ByteSize, Field, SecretStr, field_validator
 
 from genserve.ar.config import ArConfig
-from genserve.core.config import Config, apply_override, parse, read_yaml
+from genserve.core.config import Bytes, Config, apply_override, parse, read_yaml
 from genserve.core.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
@@ -36,6 +36,7 @@ class ArModel(ArConfig):
     """An autoregressive model of the server."""
 
     family: Literal["ar"] = "ar"
+    """Tells models of different families apart."""
 
 
 # A further family is a further class here; pydantic then tells them apart by `family`.
@@ -44,29 +45,30 @@ FAMILIES = ("ar",)
 
 
 class ServerConfig(Config):
-    """A server and its models.
-
-    host, port   where it listens; port 0 takes a free one.
-    api_keys     accepted bearer tokens; with none, every request is.
-    max_body     bytes of a request body.
-    body_timeout_s   how long a request's body may stop coming; then the answer is 408.
-    write_timeout_s  how long a client may take nothing of its answer; then its connection is dropped.
-    max_inflight_requests   requests in flight, over all models; beyond it the answer is 429.
-    max_inflight_sequences  sequences in flight of each model; by default its max_queued_requests.
-    drain_timeout_s  how long requests in flight may go on after SIGTERM.
-    """
+    """A server and its models."""
 
     models: tuple[ModelEntry, ...] = (ArModel(model=DEFAULT_MODEL),)
+    """What is served, each under a name of its own."""
     host: str = "127.0.0.1"
+    """The address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free one."""
     api_keys: tuple[ApiKey, ...] = ()
-    max_body: Annotated[ByteSize, Field(ge=1)] = ByteSize(8 << 20)
+    """Accepted bearer tokens; with none, every request is accepted."""
+    max_body: Annotated[Bytes, Field(ge=1)] = ByteSize(8 << 20)
+    """Bytes of a request body, at most; "8MiB" is read too."""
     body_timeout_s: Seconds = 30.0
+    """How long a request's body may stand still before the answer is 408."""
     write_timeout_s: Seconds = 60.0
+    """How long a client may not read its answer before the connection is reset."""
     max_inflight_requests: Positive = 1024
+    """Requests in flight over all models, at most; beyond it the answer is 429."""
     max_inflight_sequences: Positive | None = None
+    """Sequences in flight of each model, at most; by default its max_queued_requests."""
     drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """Seconds that requests in flight may go on after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """What the log on stderr tells."""
 
     @field_validator("models")
     @classmethod

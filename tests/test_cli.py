@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -63,6 +65,28 @@ def test_the_command_line_imports_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def commands(command, path=()):
+    yield path, command
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from commands(sub, (*path, name))
+
+
+@pytest.mark.parametrize(("path", "command"), commands(typer.main.get_command(app)))
+def test_help_fits_80_columns_and_cuts_nothing(path, command):
+    text = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text.replace("COMMAND [ARGS]...", "") and "…" not in text
+    words = text.replace(",", " ").split()
+    for option in command.params:
+        assert {*option.opts, *option.secondary_opts} & set(words)
+
+
+def test_help_tells_the_defaults_of_the_configuration():
+    text = " ".join(cli("serve", "--help").output.split())
+    for default in ("127.0.0.1", "8000", "1GiB", "64", "512", "thread", "30", "warning"):
+        assert f"[default: {default}]" in text
+
+
 def test_version():
     assert cli("--version").stdout == f"genserve {genserve.__version__}\n"
 
@@ -79,7 +103,24 @@ def test_config_prints_what_serve_would_use(tmp_path):
     shown = yaml.safe_load(cli("config", "--config", str(path), "--set", "models.0.dtype=float32").stdout)
     assert (shown["port"], shown["models"][0]["dtype"]) == (1234, "float32")
     assert "hush" not in str(shown)
-    assert "drain_timeout_s" in json.loads(cli("config", "--schema").stdout)["properties"]
+    assert shown["models"][0]["kv_pool"] == "1GiB" and None not in shown["models"][0].values()
+    exact = json.loads(cli("config", "--json", "--set", "models.0.kv_pool=1000001").stdout)
+    assert (exact["models"][0]["kv_pool"], exact["models"][0]["num_threads"]) == (1000001, None)
+
+
+def test_what_config_prints_is_a_config(tmp_path):
+    path = tmp_path / "server.yaml"
+    options = ["--set", "models.0.kv_pool=256MiB", "--set", "max_body=1000001"]
+    path.write_text(cli("config", *options).stdout)
+    assert "256MiB" in path.read_text() and "1000001" in path.read_text()
+    assert cli("config", "--config", str(path), "--json").stdout == cli("config", *options, "--json").stdout
+
+
+def test_the_schema_describes_every_key():
+    schema = json.loads(cli("config", "--schema").stdout)
+    keys = [*schema["properties"].items(), *schema["$defs"]["ArModel"]["properties"].items()]
+    assert {"drain_timeout_s", "kv_pool"} <= {name for name, _ in keys}
+    assert [name for name, shown in keys if not shown.get("description")] == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +140,9 @@ def test_config_prints_what_serve_would_use(tmp_path):
         (["generate", "hi", "--stop", "x" * 1025, "-m", "never-looked-for"], "stop: at most 1024"),
         (["chat", "--top-p", "2", "-m", "never-looked-for"], "top_p: must be in (0, 1]"),
         (["simulate", "ar", "--budget-tokens", "8"], "budget_tokens (8)"),
+        (["serve", "--budget-tokens", "1"], "models.0: budget_tokens (1) must be"),
         (["chat", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["chat", "--base-url", "foo"], "'foo' is not a URL (http://...)"),
         (["simulate", "ar", "--model", "gpt-5"], "there are: llama-3-8b"),
         (["simulate", "ar", "--hardware", "abacus"], "there are: h100"),
         (["simulate", "ar", "--model", "llama-2-70b", "--hardware", "laptop"], "leaves no room for KV"),
@@ -157,8 +200,13 @@ def test_generate_streams_or_prints_json(tiny):
 def test_chat_in_process(tiny):
     options = ["chat", "--model", tiny, "--max-tokens", "4", "--temperature", "0"]
     once = cli(*options, stdin="hello\n").stdout
-    again = cli(*options, stdin="hello\n/new\nhello\n").stdout
-    assert once and again == once * 2
+    assert once.startswith("> hello\n") and once != "> hello\n"
+    for new in ("/new", "/reset"):
+        assert cli(*options, stdin=f"hello\n{new}\nhello\n").stdout == f"{once}> {new}\n{once}"
+    assert cli(*options, stdin="hello\n/quit\nhello\n").stdout == f"{once}> /quit\n"
+    unknown = cli(*options, stdin="/foo bar\nhello\n")
+    assert unknown.stdout == f"> /foo bar\n{once}"
+    assert "no command /foo; there are: /new" in unknown.stderr
 
 
 def test_bench_offline(tiny):
@@ -178,6 +226,22 @@ def test_simulate_a_sweep(tmp_path):
     assert slow < fast
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert {"ttft_cdf.png", "sweep.png", "timeline_1.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_simulate_tells_how_many_requests_were_cut():
+    options = ["simulate", "ar", "--num-requests", "20", "--kv-pool-tokens", "16"]
+    assert "20 of 20 requests cut to fit: prompt and output to 8 tokens each" in cli(*options).stdout
+    fitted = json.loads(cli(*options, "--json").stdout)["workload"]["fitted"]
+    assert fitted == {"num_requests": 20, "num_cut": 20, "max_tokens_each": 8}
+    assert "cut to fit" not in cli(*options[:-2]).stdout
+
+
+def test_tables_fit_80_columns():
+    options = ["simulate", "ar", "--num-requests", "20", "--rate", "2,2000", "--slo", "ttft=0.5"]
+    told = CliRunner().invoke(app, options, env={"COLUMNS": "80"}).stdout
+    assert max(map(len, told.splitlines())) <= 80
+    for row in (r"rate 2/s +20 / 20 +\S+ +\S+ +\S+% +\S+ *\n", r"rate 2000/s +TTFT( +\S+ m?s){3} *\n"):
+        assert re.search(row, told)
 
 
 class Server:
@@ -242,7 +306,7 @@ def test_serve_two_models_with_a_key_and_stop(tiny):
             env={**os.environ, "GENSERVE_API_KEY": "k"},
             check=True,
         )
-        assert talk.stdout == answers.pop() + "\n"
+        assert talk.stdout == f"> hello\n{answers.pop()}\n"
         assert (
             "two, "
             not in cli("chat", "--base-url", server.url, "--api-key", "no", exit_code=1, stdin="").stderr
@@ -257,7 +321,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(tiny):
         port = str(taken.getsockname()[1])
         result = cli("serve", "--model", tiny, "--port", port, exit_code=2)
     assert result.stderr.splitlines() == [
-        f"Error: host, port: cannot listen on 127.0.0.1:{port}: Address already in use"
+        f"Error: host, port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "give another --port, or --port 0 for a free one"
     ]
 
 
@@ -266,7 +331,7 @@ def test_interrupt_while_loading_ends_at_once(tiny):
         [*COMMAND, "serve", "--model", tiny, "--port", "0"], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
     with process:
-        assert "loading" in process.stderr.readline()
+        assert "importing torch" in process.stderr.readline()
         start_s = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
@@ -285,7 +350,7 @@ def test_chat_stops_an_answer_on_interrupt(tiny):
     with process:
         process.stdin.write(b"hello\n")
         process.stdin.flush()
-        assert process.stdout.read(1)  # the answer has begun
+        assert process.stdout.read(len("> hello\n") + 1)[-1:]  # the answer has begun
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(b"/new\n", timeout=30)
         assert process.returncode == 0, errors

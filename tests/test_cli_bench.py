@@ -29,6 +29,7 @@ def bench(*arguments, exit_code=0):
 
 
 def test_json_of_a_rate_sweep_and_nothing_else_on_stdout(url, stub):
+    stub.model_ids = ["ok", "fast"]
     arguments = ["--base-url", url, "--model", "fast", "--workload", "chat", "--num-requests", "10"]
     result = bench(
         *arguments,
@@ -103,12 +104,21 @@ def test_a_trace_is_replayed_as_it_says(url, stub, tmp_path):
     assert {len(body["messages"][0]["content"].split()) for body in stub.bodies[2:]} == {9}
 
 
-def test_errors_are_shown_and_all_failing_is_exit_code_one(url):
+def test_errors_are_shown_and_all_failing_is_exit_code_one(url, stub):
+    stub.model_ids = ["http_429"]
     result = bench(
         "--base-url", url, "--model", "http_429", "--num-requests", "3", "--rate", "99", exit_code=1
     )
     assert "3 x http_429" in result.stdout
     assert "no http_429" in result.stdout
+
+
+def test_a_model_that_the_server_lacks_is_refused_before_anything_is_sent(url, stub):
+    assert (
+        "model: no 'nope'; the server has: "
+        in bench("--base-url", url, "--model", "nope", exit_code=2).stderr
+    )
+    assert stub.bodies == []
 
 
 @pytest.mark.parametrize(
@@ -124,6 +134,7 @@ def test_errors_are_shown_and_all_failing_is_exit_code_one(url):
         (["--base-url", "localhost"], "base_url: expected"),
         (["--vocab-size", "5", "--model", "m"], "vocab_size: chat prompts are text"),
         (["--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["--base-url", "http://127.0.0.1:1", "--model", "m"], "cannot be reached"),
     ],
 )
 def test_bad_options_name_the_option_and_exit_two(arguments, message):

@@ -167,10 +167,13 @@ async def start_engine(config: ArConfig, on_progress: Progress | None = None) ->
         from genserve.core.models.source import resolve
 
         resolve(config.model)  # before the imports that take seconds
+        from genserve.core.models.fetch import FetchProgress
         from genserve.core.models.loading import load_tokenizer
         from genserve.core.runtime.ray_executor import RayEngine
 
         tokenizer = await aio.run_in_executor(None, load_tokenizer, config.model, on_progress)
+        if on_progress is not None:
+            on_progress(FetchProgress(config.model, "load"))
         return await RayEngine.start(build_and_start, config), tokenizer
     parts = await aio.run_in_executor(None, build_parts, config, on_progress)
     return await start_local(parts), parts.tokenizer

@@ -7,20 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+)
 
 from genserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
 
 
 class Config(BaseModel):
     """A frozen piece of configuration. Unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
+    )
 
 
 C = TypeVar("C", bound=Config)
+
+# The `context` of `model_dump` with which sizes are written as people write them.
+READABLE = {"readable": True}
+
+
+def _written(size: int, info: SerializationInfo[Any]) -> int | str:
+    if info.context == READABLE:
+        for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+            if size and size % (1 << exponent) == 0:
+                return f"{size >> exponent}{unit}"
+    return int(size)
+
+
+# A number of bytes; "512MiB" and "4GB" are read too.
+Bytes = Annotated[ByteSize, PlainSerializer(_written)]
 
 
 def load(kind: type[C], path: str | Path | None = None, overrides: Sequence[str] = (), **values: Any) -> C:
@@ -53,6 +80,7 @@ def describe(error: ValidationError) -> str:
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
         message = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"]
+        message = message.removeprefix("Value error, ")
         shown = problem.get("input")
         value = f" (got {shown!r})" if isinstance(shown, str | int | float | bool) else ""
         problems.append(f"{key}: {message}{value}")
@@ -68,12 +96,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {_where(error)}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: the top level must be a mapping, not a {type(data).__name__}")
     return data
+
+
+def _where(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return (
+        f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or 'unreadable'}"
+    )
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:

@@ -33,6 +33,10 @@ class Worker:
             return threading.Lock()
         if op == "sleep":
             time.sleep(args)
+        if op == "write_and_sleep":
+            path, sleep_s = args
+            Path(path).write_text("begun")
+            time.sleep(sleep_s)
         if op == "sleep_and_write":
             sleep_s, path = args
             time.sleep(sleep_s)
@@ -165,15 +169,17 @@ def test_closing_lets_the_current_run_end(kind, request, tmp_path):
 
 
 @pytest.mark.ray
-def test_closing_kills_an_actor_whose_run_does_not_end(ray_session):
+def test_closing_kills_an_actor_whose_run_does_not_end(ray_session, tmp_path):
     from ray.exceptions import RayActorError
 
     async def main():
         executor = await make("ray")
         reports = Reports()
         executor.submit(Run("lane", 0, "echo", 0), reports)
-        executor.submit(Run("lane", 1, "sleep", 60), reports)
+        executor.submit(Run("lane", 1, "write_and_sleep", (str(tmp_path / "1"), 60)), reports)
         await reports.wait(1)
+        while not (tmp_path / "1").exists():
+            await asyncio.sleep(0.01)
         begun = time.monotonic()
         await executor.aclose(timeout_s=0.3)
         assert 0.25 < time.monotonic() - begun < 5

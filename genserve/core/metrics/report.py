@@ -15,35 +15,41 @@ from genserve.core.metrics.summary import SLO, Distribution, Summary
 from genserve.core.metrics.timelines import Timeline
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def summary_table(title: str, rows: Sequence[tuple[str, Summary]], slo: SLO | None) -> RenderableType:
+    """Throughput, a row per labelled run, and below it latency percentiles; fits 80 columns."""
+    from rich import box
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
+    def table(*headings: str, num_left: int) -> Table:
+        made = Table(box=box.SIMPLE_HEAD, show_edge=False)
+        for index, heading in enumerate(headings):
+            made.add_column(heading, justify="left" if index < num_left else "right")
+        return made
 
-def summary_table(title: str, rows: Sequence[tuple[str, Summary]], slo: SLO | None) -> Table:
-    """A rich table, a row per labelled run."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    headings = ["load", "ok / sent", "req/s", "out tok/s"]
-    headings += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99", "end to end p50 / p90 / p99"]
-    if slo is not None:
-        headings += ["within SLO", "goodput req/s"]
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right")
+    goodput = ["within SLO", "goodput/s"] if slo is not None else []
+    throughput = table("load", "ok / sent", "req/s", "out tok/s", *goodput, num_left=1)
+    latency = table("load", "latency", "p50", "p90", "p99", num_left=2)
     for label, summary in rows:
         row = [
             label,
             f"{summary.num_ok} / {summary.num_requests}",
             f"{summary.requests_per_s:.3g}",
             f"{summary.output_tokens_per_s:.4g}",
-            *(_percentiles(values) for values in (summary.ttft_s, summary.tpot_s, summary.e2e_s)),
         ]
         if slo is not None:
             attained, good = summary.slo_attainment, summary.goodput_per_s
             row += ["-" if attained is None else f"{attained:.1%}", "-" if good is None else f"{good:.3g}"]
-        table.add_row(*row)
-    if slo is not None:
-        table.caption = f"SLO: {slo} (seconds)"
-    return table
+        throughput.add_row(*row)
+        named = {"TTFT": summary.ttft_s, "TPOT": summary.tpot_s, "end to end": summary.e2e_s}
+        for index, (name, values) in enumerate(named.items()):
+            latency.add_row("" if index else label, name, *_percentiles(values))
+    limits = [Text(f"SLO: {slo} (seconds)", style="italic")] if slo is not None else []
+    return Group(Text(title, style="bold"), Text(), throughput, *limits, Text(), latency)
 
 
 def write_plots(directory: Path, title: str, runs: Mapping[str, Sequence[Timeline]]) -> list[Path]:
@@ -68,8 +74,8 @@ def write_plots(directory: Path, title: str, runs: Mapping[str, Sequence[Timelin
     return written
 
 
-def _percentiles(values: Distribution) -> str:
-    return " / ".join(_duration(value) for value in (values.p50, values.p90, values.p99))
+def _percentiles(values: Distribution) -> tuple[str, str, str]:
+    return _duration(values.p50), _duration(values.p90), _duration(values.p99)
 
 
 def _duration(seconds: float) -> str:

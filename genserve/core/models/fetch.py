@@ -27,12 +27,15 @@ from genserve.core.models.registry import BuiltinModel, builtin, cache_dir, is_c
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20
 
-Stage = Literal["wait", "download", "unpack", "convert", "done"]
+Stage = Literal["wait", "download", "unpack", "convert", "done", "load"]
 
 
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
-    """`done_bytes` of `total_bytes` of a stage; "wait" (another process fetches) and "convert" have no bytes."""
+    """`done_bytes` of `total_bytes` of a stage; only "download" and "unpack" have bytes.
+
+    "wait": another process fetches. "done": fetched. "load": weights are read, of any kind of model.
+    """
 
     model: str
     stage: Stage

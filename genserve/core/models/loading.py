@@ -100,6 +100,12 @@ def load_model(
         from genserve.core.models.fetch import fetch
 
         location = str(fetch(source.name, on_progress))
+    if on_progress is not None:
+        from transformers import AutoModelForCausalLM  # noqa: F401  (seconds that are not the weights')
+
+        from genserve.core.models.fetch import FetchProgress
+
+        on_progress(FetchProgress(source.name, "load"))
     try:
         model: Any  # transformers wraps `to` in a way that type checkers misread
         if source.kind == "gguf":

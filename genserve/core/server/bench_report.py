@@ -108,7 +108,7 @@ class BenchReport:
 
 
 def report_table(report: BenchReport) -> RenderableType:
-    """The report as a rich table, a row per load, and its warnings below."""
+    """The report as tables that fit 80 columns, and its warnings below."""
     from rich.console import Group
     from rich.text import Text
 

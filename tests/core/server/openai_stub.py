@@ -24,6 +24,7 @@ class Stub:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.clients: set[tuple[str, int]] = set()
+        self.model_ids = ["ok"]
         self.num_streaming = 0
         self.most_streaming = 0
         self.app = FastAPI()
@@ -32,7 +33,7 @@ class Stub:
         self.app.get("/v1/models")(self.models)
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "ok"}]}
+        return {"object": "list", "data": [{"id": name} for name in self.model_ids]}
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, lambda text: {"delta": {"content": text} if text else {}})
