@@ -150,7 +150,7 @@ def _converse(answer: Answer, system: str | None) -> None:
 
 def _check(options: dict[str, Any]) -> None:
     """`InvalidRequest` for options that no model would take: loading one takes long."""
-    from genserve.ar.llm import completion_request
+    from genserve.ar.options import completion_request
     from genserve.core.runtime.completion import check_stop
     from genserve.core.runtime.sampling_limits import validate_sampling
 
