@@ -105,7 +105,7 @@ def test_prefix_cache_hit_partial_hit_and_eviction_equal_cold():
     assert small.engine.pages.num_evictions > 0
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "mixtral"])
 def test_bf16_agrees_with_transformers_until_rounding_decides(arch):
     driver = run(arch, {}, torch.bfloat16)
     model = make_tiny_model(arch, 1).to(torch.bfloat16)
@@ -117,6 +117,15 @@ def test_bf16_agrees_with_transformers_until_rounding_decides(arch):
                 gap = logits[position, wanted] - logits[position, got]
                 assert gap <= 0.05 * logits[position].abs().max()
                 break
+
+
+def test_bf16_mixtral_agrees_on_most_first_tokens():
+    """Rounding may send a token to another expert, so that nothing stronger holds."""
+    driver = run("mixtral", {}, torch.bfloat16)
+    model = make_tiny_model("mixtral", 1).to(torch.bfloat16)
+    firsts = [greedy(model, prompt, 1)[0][0] for prompt in prompts()]
+    same = sum(driver.tokens(f"r{i}")[0] == first for i, first in enumerate(firsts))
+    assert same >= len(firsts) - 2
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

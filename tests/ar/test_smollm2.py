@@ -28,8 +28,16 @@ def expected(prompts):
     model = load_model("smollm2", dtype="float32").model
     answers = []
     for ids in prompts:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=NUM_NEW, do_sample=False)
-        answers.append(out[0, len(ids) :].tolist())
+        out = model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, len(ids) :].tolist()
+        logprobs = torch.cat(out.logits).log_softmax(-1)
+        answers.append((tokens, logprobs[range(len(tokens)), tokens].tolist()))
     return answers
 
 
@@ -46,10 +54,13 @@ def test_greedy_answers_to_a_ragged_batch_equal_transformers():
     # Chunks of at most 32 tokens; the shared system prompt comes out of the cache for the later ones.
     config = ArConfig(model="smollm2", kv_pool="64MiB", max_running=4, budget_tokens=32, num_threads=1)
     driver = Driver(assemble(config, loaded))
-    sampling = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_NEW, logprobs=0)
     driver.run(*[submit(f"q{i}", ids, sampling) for i, ids in enumerate(prompts)])
-    assert [driver.tokens(f"q{i}") for i in range(len(prompts))] == answers
-    assert "Paris" in loaded.tokenizer.decode(answers[0])
+    for i, (tokens, logprobs) in enumerate(answers):
+        assert driver.tokens(f"q{i}") == tokens
+        got = [entry.logprob for output in driver.outputs[f"q{i}"] for entry in output.logprobs]
+        assert got == pytest.approx(logprobs, abs=1e-3)
+    assert "Paris" in loaded.tokenizer.decode(answers[0][0])
     assert driver.engine.num_cached_tokens > 0
 
 
