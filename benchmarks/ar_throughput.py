@@ -75,6 +75,9 @@ class Transformers:
         torch.set_num_threads(1)
         self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # Every request runs to its length. `min_new_tokens` would forbid the end-of-sequence token,
+        # which the other engines may choose and go on.
+        self.model.generation_config.eos_token_id = None
 
     def run(self, work):
         results = []
@@ -84,7 +87,6 @@ class Transformers:
                 ids,
                 attention_mask=self.torch.ones_like(ids),
                 do_sample=False,
-                min_new_tokens=num_new,
                 max_new_tokens=num_new,
                 pad_token_id=0,
             )
