@@ -23,10 +23,10 @@ class LogEntry(NamedTuple):
 
 
 def _key(event: Event, number: int) -> tuple[int, str, int]:
+    if isinstance(event, (Done, Failed)):
+        return (1, event.lane, event.run_id)
     if isinstance(event, Timer):
         return (0, event.tag, 0)
-    if isinstance(event, Done | Failed):
-        return (1, event.lane, event.run_id)
     return (2, event.sender, number)
 
 

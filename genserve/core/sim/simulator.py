@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from genserve.core.control import Controller, Done, Effect, Event, Run, Send, Timer, WakeAt
+from genserve.core.control import Controller, Done, Effect, Failed, Run, Send, Timer, WakeAt
 from genserve.core.cost import CostModel, OutcomeModel
 from genserve.core.dispatch import Dispatch, LogEntry
 
@@ -69,7 +69,7 @@ class Simulator:
             self._dispatch.message(to, *what)
         elif type(what) is Run:
             result = self._outcome.outcome(what)
-            is_event = isinstance(result, Event)
+            is_event = isinstance(result, (Done, Failed))
             self._dispatch.event(to, result if is_event else Done(what.lane, what.run_id, result))
         elif self._timers.get((to, what.tag)) == now:
             del self._timers[to, what.tag]
