@@ -60,11 +60,17 @@ def _plot(sections: dict[str, list[Row]], bars: dict[str, tuple[str, str, str]],
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn = [title for title in sections if title in bars]
-    figure, axes = plt.subplots(len(drawn), 1, figsize=(9, 2.3 * len(drawn)), squeeze=False)
-    for axis, title in zip(axes[:, 0], drawn, strict=True):
+    drawn = {
+        title: [row for row in sections[title] if bars[title][1] in row]
+        for title in sections
+        if title in bars
+    }
+    heights = [1.0 + 0.28 * len(rows) for rows in drawn.values()]
+    figure, axes = plt.subplots(
+        len(drawn), 1, figsize=(9, sum(heights)), squeeze=False, height_ratios=heights
+    )
+    for axis, (title, rows) in zip(axes[:, 0], drawn.items(), strict=True):
         what, value, label = bars[title]
-        rows = [row for row in sections[title] if value in row]
         drawn_bars = axis.barh([str(row[what]) for row in rows], [row[value] for row in rows])
         axis.bar_label(drawn_bars, fmt="%.4g", padding=3)
         axis.margins(x=0.15)
