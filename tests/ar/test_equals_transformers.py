@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from genserve.core.models.kernels import threads
 from genserve.core.models.tiny import make_tiny_model
 from genserve.core.types import SamplingParams
 from tests.ar.driver import Driver, submit, tiny_parts
@@ -129,12 +130,25 @@ def test_bf16_mixtral_agrees_on_most_first_tokens():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_logits_do_not_depend_on_chunks_company_cache_or_preemption_bit_for_bit(arch):
+def test_logits_do_not_depend_on_chunks_company_cache_threads_or_preemption_bit_for_bit(arch, monkeypatch):
     """On fp32 CPU the log-probabilities are the same floats, not just close ones."""
-    seen = []
-    for settings in [*SETTINGS.values(), {"num_threads": 2}]:
+
+    def logprobs(settings):
         driver = run(arch, settings)
-        seen.append([output.logprobs for i in range(len(LENGTHS)) for output in driver.outputs[f"r{i}"]])
+        return [output.logprobs for i in range(len(LENGTHS)) for output in driver.outputs[f"r{i}"]]
+
+    seen = [logprobs(settings) for settings in SETTINGS.values()]
+    # Tiny layers are not worth a second thread: make them, and see that they were shared.
+    monkeypatch.setattr(threads, "_MIN_WORK_PER_THREAD", 1)
+    shared = []
+    whole = threads.ThreadTeam.run
+    monkeypatch.setattr(
+        threads.ThreadTeam,
+        "run",
+        lambda team, part, cuts: (shared.append(len(cuts) > 2), whole(team, part, cuts))[1],
+    )
+    seen.append(logprobs({"num_threads": 2}))
+    assert any(shared)
     assert all(other == seen[0] for other in seen[1:])
 
 
