@@ -37,7 +37,8 @@ def plan_prefills(
 ) -> tuple[PrefillGrant, ...]:
     """Share out what `decode_tokens` leave of `budget_tokens` among `needs`, first come first served.
 
-    `has_room(need)` says whether memory admits the prefill; the first that finds no room, or that is
+    `has_room(need)` says whether memory admits the prefill besides those granted before it: it is asked
+    once for each, in order, and may count what it has admitted. The first that finds no room, or that is
     indivisible and larger than what is left, ends the plan: nobody overtakes it. An indivisible
     prefill larger than the whole budget runs alone with the decodes, or it would wait for ever.
     """
