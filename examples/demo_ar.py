@@ -98,7 +98,10 @@ def main() -> None:
         chat(url)
     finally:
         server.send_signal(signal.SIGTERM)
-        rest, _ = server.communicate(timeout=STOP_TIMEOUT_S)
+        # Not `communicate`: it reads past the lines that the wait for "Ready" has already buffered.
+        assert server.stdout is not None
+        rest = server.stdout.read()
+        server.wait(timeout=STOP_TIMEOUT_S)
     # What it said once it was ready are hints for a port that is closed by now.
     for line in rest.splitlines():
         if line.startswith("Stop"):

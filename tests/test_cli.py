@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -248,10 +249,11 @@ class Server:
     """`genserve serve` in a process of its own, ready."""
 
     def __init__(self, *options: str, **env: str) -> None:
+        self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [*COMMAND, "serve", "--port", "0", *options],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.errors,
             text=True,
             cwd=ROOT,
             env={**os.environ, **env},
@@ -262,13 +264,18 @@ class Server:
             if line.startswith("Ready at "):
                 self.url = line.split()[2].rstrip(";")
                 return
-        raise AssertionError(self.process.stderr.read())
+        raise AssertionError(self._said_in_error())
 
     def stop(self) -> str:
         self.process.send_signal(signal.SIGTERM)
-        rest, errors = self.process.communicate(timeout=30)
-        assert self.process.returncode == 0, errors
+        # Not `communicate`: it reads past the lines that the loop above has already buffered.
+        rest = self.process.stdout.read()
+        assert self.process.wait(timeout=30) == 0, self._said_in_error()
         return rest
+
+    def _said_in_error(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read()
 
 
 def test_serve_two_models_with_a_key_and_stop(tiny):
