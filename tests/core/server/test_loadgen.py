@@ -46,11 +46,11 @@ def run(target, load=None, **options):
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_measured_latency_and_usage_agree_with_the_server(url, stub, endpoint):
     result = run(Target(url, "ok", endpoint))
-    summary = result.summary(SLO(ttft_s=TTFT_S * 2, tpot_s=TPOT_S * 2))
+    summary = result.summary(SLO(ttft_s=TTFT_S * 10, tpot_s=TPOT_S * 10))
     assert (summary.num_ok, result.num_errors, result.num_planned) == (8, {}, 8)
-    assert TTFT_S <= summary.ttft_s.p50 < TTFT_S + 0.05
-    assert TPOT_S <= summary.tpot_s.p50 < TPOT_S + 0.01
-    assert summary.e2e_s.p50 == pytest.approx(TTFT_S + 5 * TPOT_S, abs=0.06)
+    assert TTFT_S <= summary.ttft_s.p50 < TTFT_S + 0.5
+    assert TPOT_S <= summary.tpot_s.p50 < TPOT_S + 0.1
+    assert summary.e2e_s.p50 == pytest.approx(TTFT_S + 5 * TPOT_S, abs=0.5)
     assert summary.inter_token_s.num == 8 * 5
     assert (summary.num_output_tokens, summary.num_prompt_tokens, summary.num_cached_tokens) == (48, 616, 256)
     assert summary.slo_attainment == 1.0
