@@ -8,7 +8,7 @@ an engine in this process and one inside a Ray actor.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -68,7 +68,8 @@ class Submit:
     """One sequence for an engine. `sampling.seed` and `sampling.max_tokens` are set by now.
 
     `after` names an earlier sequence with the same prompt (`n` > 1): this one waits until that
-    prompt's KV can be shared. `deadline_s` is on the loop's clock.
+    prompt's KV can be shared. `deadline_s` is on the loop's clock. `options` is the engine's family's
+    own frozen record, if it has one.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class Submit:
     sampling: SamplingParams
     after: str | None = None
     deadline_s: float | None = None
+    options: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,27 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Unmasked(NamedTuple):
+    """A token that a diffusion model put at `position` of its answer (0 is the first) in pass `step`.
+
+    Positions come out of order, and one that is named again was edited. `confidence` is the token's
+    probability when it was chosen.
+    """
+
+    position: int
+    token_id: int
+    confidence: float
+    step: int
+
+
 class TokenOutput(NamedTuple):
     """New tokens of one sequence; the last one carries `finish_reason`.
 
     A stop token is part of `token_ids` (so counts are exact); `stop_token_id` names it, for front
     ends that hide it. `num_cached_tokens` and `prompt_logprobs` come once, with the first output.
-    After `finish_reason` nothing more comes. `error` explains reason "error".
+    After `finish_reason` nothing more comes. `error` explains reason "error". `unmasked` is what a
+    diffusion model committed anywhere in its answer, for requests that want to see it; `token_ids` are
+    then only what has become the committed prefix.
     One is made per token: a tuple costs a third of a frozen dataclass.
     """
 
@@ -111,11 +128,16 @@ class TokenOutput(NamedTuple):
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: str | None = None
+    unmasked: tuple[Unmasked, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a front end must know of an engine to refuse what can never run."""
+    """What a front end must know of an engine to refuse what can never run.
+
+    `default_max_tokens` is what a request without `max_tokens` gets; None is as many as fit.
+    `unsupported` are names of `SamplingParams` fields that the engine cannot honour.
+    """
 
     model: str
     family: str
@@ -124,3 +146,5 @@ class EngineInfo:
     kv_pool_tokens: int
     max_queued_requests: int
     eos_token_ids: tuple[int, ...] = field(default=())
+    default_max_tokens: int | None = None
+    unsupported: tuple[str, ...] = ()

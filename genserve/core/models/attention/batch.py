@@ -24,18 +24,21 @@ class PagedBatch:
 
     spans          one per sequence, in row order.
     token_slots_T  int64: the slot (page-table row) of each token.
-    positions_T    int64: its position in its sequence; it attends to positions 0 to itself.
+    positions_T    int64: its position in its sequence.
+    ends_T         int64: it attends to positions `[0, end)` of its sequence. Causal: its position + 1;
+                   bidirectional: the sequence's length, all of whose KV must have been written.
     page_table     int32 [slot, page index]: the KV page ids; owned by the worker, read here.
     """
 
     spans: tuple[Span, ...]
     token_slots_T: np.ndarray
     positions_T: np.ndarray
+    ends_T: np.ndarray
     page_table: np.ndarray
 
     @classmethod
     def pack(cls, spans: list[tuple[int, int, int]], page_table: np.ndarray) -> PagedBatch:
-        """Build from (slot, start, num_tokens) per sequence."""
+        """Build a causal batch from (slot, start, num_tokens) per sequence."""
         counts = np.array([num_tokens for _, _, num_tokens in spans], dtype=np.int64)
         rows = np.cumsum(counts) - counts
         starts = np.array([start for _, start, _ in spans], dtype=np.int64)
@@ -45,7 +48,7 @@ class PagedBatch:
             Span(slot, int(row), start, num_tokens)
             for (slot, start, num_tokens), row in zip(spans, rows, strict=True)
         )
-        return cls(packed, np.repeat(slots, counts), positions, page_table)
+        return cls(packed, np.repeat(slots, counts), positions, positions + 1, page_table)
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """int64 [1, T]."""

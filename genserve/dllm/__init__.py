@@ -1,0 +1,1 @@
+"""Diffusion language models: denoising engines, their dispatcher, and the way to serve them."""
