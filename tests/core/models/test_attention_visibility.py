@@ -138,5 +138,5 @@ def test_causal_is_what_a_batch_is_without_ends():
 
 @pytest.mark.parametrize("ends", [[20], np.array([20, 20])])
 def test_ends_of_another_number_of_rows_are_refused(ends):
-    with pytest.raises(ValueError, match="[12] ends for"):
+    with pytest.raises(ValueError, match=r"[12] ends for"):
         PagedBatch.pack([(2, 10, 3), (3, 0, 4)], TABLE, ends)
