@@ -115,7 +115,11 @@ class _Request:
         start = canvas.prompt_len if self.params.cache == "dkv" else self.block.start
         canvas.reopen(Block(self.block.index, start, start), self.restart_ids)
         self.num_passes = self.restart_passes
+        self.engine = None
         self.block = Block(-1, 0, 0)
+        block = self.next_block()
+        assert block is not None, "an engine held a finished request"
+        self.enter(block)
 
 
 class _Held:
@@ -301,6 +305,7 @@ class Dispatcher:
             return
         canvas = request.canvas
         if progress.block_index != request.block.index:
+            self._block_passes.observe(request.num_block_passes)
             request.enter(canvas.block(progress.block_index))
         if progress.prefilled:
             waited_s = request.waited_s + progress.waited_s

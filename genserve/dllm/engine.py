@@ -21,7 +21,7 @@ from genserve.core.kv.blocks import NO_MATCH, PAGE_TOKENS, KvPages, PageLease, P
 from genserve.core.scheduling.budget import PrefillNeed
 from genserve.dllm.budget import BudgetPolicy, BudgetState, PaperBudget, SignedBudget
 from genserve.dllm.cache import LASTING, Passes, PlannedPass
-from genserve.dllm.canvas import OPEN, Block, Canvas
+from genserve.dllm.canvas import Block, Canvas
 from genserve.dllm.messages import Assign, Cancel, Ended, Progress, Report
 from genserve.dllm.request import DiffusionParams
 from genserve.dllm.step import STEP, Admit, Denoised, Pass, StepArgs, StepResult
