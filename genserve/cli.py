@@ -64,7 +64,7 @@ app.add_typer(cli_simulate.app, name="simulate")
 
 @app.command()
 def models(as_json: opt.Json = False) -> None:
-    """List the built-in models: origin, licence, size, cached or not."""
+    """List the built-in models: origin, licence, size, packaged, cached or not."""
     from dataclasses import asdict
 
     from genserve.core.models.registry import list_models
@@ -85,10 +85,13 @@ def models(as_json: opt.Json = False) -> None:
         table.add_row("what", model.description)
         table.add_row("source", model.source)
         table.add_row("licence", model.licence)
-        table.add_row(
-            "size", f"{model.download_bytes / 1e6:.0f} MB down, {model.disk_bytes / 1e6:.0f} MB on disk"
-        )
-        table.add_row("cached", model.folder if model.cached else "no: fetched on first use")
+        if model.packaged:
+            table.add_row("size", f"{model.disk_bytes / 1e6:.0f} MB, packaged: nothing to fetch")
+        else:
+            table.add_row(
+                "size", f"{model.download_bytes / 1e6:.0f} MB down, {model.disk_bytes / 1e6:.0f} MB on disk"
+            )
+            table.add_row("cached", model.folder if model.cached else "no: fetched on first use")
         console.print(table)
 
 
