@@ -64,7 +64,7 @@ app.add_typer(cli_simulate.app, name="simulate")
 
 @app.command()
 def models(as_json: opt.Json = False) -> None:
-    """List the built-in models: origin, licence, size, packaged, cached or not."""
+    """List the built-in models: origin, licence, size, cached or not."""
     from dataclasses import asdict
 
     from genserve.core.models.registry import list_models
