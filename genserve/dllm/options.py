@@ -29,7 +29,7 @@ UNSUPPORTED = (
 # The ways of caching that each attention family has; the first is its default.
 CACHES: Mapping[str, tuple[CacheMode, ...]] = {
     "bidirectional": ("dual", "none", "prefix", "dkv"),
-    "block_causal": ("block", "none"),
+    "block_causal": ("block",),
     "canvas": ("canvas",),
 }
 _KINDS: tuple[str, ...] = get_args(UnmaskingKind)
@@ -85,7 +85,7 @@ class DiffusionOptions(_Strict):
     served model's default."""
 
     cache: str | None = None
-    """none (exact), prefix, dual or dkv; of block-causal models: block or none."""
+    """none (exact), prefix, dual or dkv; of block-causal models block, which is exact."""
     unmasking: UnmaskingOptions | None = None
     """A rule's name, or an object with its parameters."""
     threshold: float | None = None

@@ -31,10 +31,11 @@ _RESTART_DELAYS_S = (0.0, 1.0, 5.0)  # before each further try to start a new ac
 
 @dataclass(frozen=True, slots=True)
 class RemoteParts:
-    """What an actor holds: a controller, and the executors of its lanes."""
+    """What an actor holds: a controller, and the executors of its lanes. `described` is told to the other end."""
 
     controller: StatsController
     executors: Mapping[str, Executor]
+    described: Any = None
 
 
 Build = Callable[..., Awaitable[RemoteParts]]
@@ -57,11 +58,12 @@ class ControllerActor:
         self._num_batches = 0
         self._early: dict[int, list[Any]] = {}
 
-    async def start(self) -> None:
+    async def start(self) -> Any:
         parts = await self._build(*self._args)
         self._controller = parts.controller
         sinks = {to: self._sink(to) for to in self._reply_to}
         self._loop = LiveLoop({self._name: parts.controller}, parts.executors, sinks, on_fatal=self._on_fatal)
+        return parts.described
 
     def _sink(self, to: str) -> Callable[[Any], None]:
         def put(body: Any) -> None:
@@ -131,6 +133,7 @@ class RemoteController:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump: asyncio.Task[None] | None = None
         self.failure: ExecutorLost | None = None
+        self.described: Any = None
 
     @classmethod
     async def start(
@@ -154,7 +157,7 @@ class RemoteController:
             self.name, self._reply_to, self._build, self._args
         )
         try:
-            await built(actor.start.remote())
+            self.described = await built(actor.start.remote())
         except BaseException:
             ray.kill(actor)
             raise
