@@ -62,7 +62,7 @@ Noise = Callable[[NoiseKey, Sequence[int]], Sequence[float]]
 
 def seeded_noise(key: NoiseKey, positions: Sequence[int]) -> list[float]:
     """A pure function of seed, stream, block, pass and position, whatever else is in the batch."""
-    first = (((key.block << 20) + key.pass_number) << 24) + 0
+    first = ((key.block << 20) + key.pass_number) << 24
     return [uniform(key.seed, ((first + position) << 1) | key.stream) for position in positions]
 
 
@@ -104,6 +104,7 @@ class _Work(NamedTuple):
     due: Share
     noise: dict[int, float]
     only_first: bool
+    everything: bool
 
 
 class DllmWorker:
@@ -112,6 +113,8 @@ class DllmWorker:
     backend      owns the KV pages.
     num_slots    requests at once, at most.
     max_pages    pages per canvas, at most; a request with guidance has two canvases.
+    fill_token_id  what stands behind an answer's first stop token; by default the model's EOS. The
+                 engine's canvas must be filled with the same.
     noise        where uniforms come from.
     """
 
@@ -122,6 +125,7 @@ class DllmWorker:
         num_slots: int,
         max_pages: int,
         noise: Noise = seeded_noise,
+        fill_token_id: int | None = None,
         logits_budget_bytes: int = LOGITS_BUDGET_BYTES,
     ) -> None:
         self._loaded = loaded
@@ -130,6 +134,9 @@ class DllmWorker:
         self._slots: list[_Slot | None] = [None] * num_slots
         # Rows from `num_slots` on belong to the unconditional canvases.
         self._page_table = np.zeros((2 * num_slots, max_pages), np.int32)
+        if fill_token_id is None and loaded.eos_token_ids:
+            fill_token_id = loaded.eos_token_ids[0]
+        self._fill_token_id = fill_token_id
         self._noise = noise
         self._allowed = Proposable(loaded.num_valid_tokens, loaded.mask_token_id)
         self._budget_bytes = logits_budget_bytes
@@ -278,8 +285,7 @@ class DllmWorker:
         )
         block.next_pass = 0 if only_first else next_pass(rule, block, len(open_positions), draws)
         due = share(rule, block, block.next_pass, len(open_positions))
-        if block.num_passes_open + 1 == params.max_block_steps:
-            due, only_first = Share(len(open_positions)), False
+        is_last = block.num_passes_open + 1 == params.max_block_steps
         noise = {}
         if needs_noise(rule) and open_positions:
             noise = dict(zip(open_positions, draws(block.next_pass), strict=True))
@@ -300,7 +306,7 @@ class DllmWorker:
                 option._replace(guidance_row=row + shift, guidance_scale=params.cfg_scale)
                 for option, row in zip(options, rows, strict=True)
             ]
-        return _Work(at, slot, open_positions, positions, rows, options, due, noise, only_first)
+        return _Work(at, slot, open_positions, positions, rows, options, due, noise, only_first, is_last)
 
     def _row_options(self, slot: _Slot, block_index: int, positions: list[int]) -> list[RowOptions]:
         sampling = slot.sampling
@@ -342,33 +348,29 @@ class DllmWorker:
     # Commits.
 
     def _commit(self, one: Pass, work: _Work, found: Proposals, hidden_TH: torch.Tensor) -> Denoised:
-        slot, block = work.slot, work.slot.block
+        slot = work.slot
         canvas, params = slot.canvas, slot.params
         at_of = {position: at for at, position in enumerate(work.positions)}
         failures = [error for error in found.errors if error is not None]
         if failures:
             raise RuntimeError(failures[0])
-        if work.only_first:
+        candidates = [
+            Candidate(
+                position,
+                found.confidences[at_of[position]],
+                found.margins[at_of[position]],
+                found.entropies[at_of[position]],
+                work.noise.get(position, 0.0),
+            )
+            for position in work.open_positions
+            if position in at_of
+        ]
+        if work.everything:
+            chosen = [candidate.position for candidate in candidates]
+        elif work.only_first:
             chosen = work.open_positions[:1]
         else:
-            candidates = [
-                Candidate(
-                    position,
-                    found.confidences[at_of[position]],
-                    found.margins[at_of[position]],
-                    found.entropies[at_of[position]],
-                    work.noise.get(position, 0.0),
-                )
-                for position in work.open_positions
-                if position in at_of
-            ]
-            everything = work.due.count is not None and work.due.count >= len(candidates)
-            last = block.num_passes_open + 1 == params.max_block_steps
-            chosen = (
-                [candidate.position for candidate in candidates]
-                if everything and last
-                else choose(params.unmasking, work.due, candidates)
-            )
+            chosen = choose(params.unmasking, work.due, candidates)
         edited = self._edits(work, found, at_of)
         changed = sorted([*chosen, *edited])
         logprobs = self._logprobs(work, found, at_of, changed, hidden_TH)
@@ -429,11 +431,11 @@ class DllmWorker:
 
     def _fill(self, one: Pass, slot: _Slot) -> bool:
         canvas, params = slot.canvas, slot.params
-        if not params.early_stop or canvas.first_stop is None:
+        if not params.early_stop or canvas.first_stop is None or self._fill_token_id is None:
             return False
         if one.is_start and params.cache != "none" and not params.fill_at_block_start:
             return False
-        return canvas.fill_after_stop(fill_token(self._loaded.eos_token_ids, canvas))
+        return canvas.fill_after_stop(self._fill_token_id)
 
     def _count_and_end(self, one: Pass, work: _Work, any_edited: bool) -> bool:
         """Count this pass, and whether the block wants no other."""
@@ -453,17 +455,6 @@ class DllmWorker:
         slot = self._slots[index]
         assert slot is not None
         return slot
-
-
-def fill_token(eos_token_ids: Sequence[int], canvas: Canvas) -> int:
-    """What an answer is filled with behind its first stop token: the model's EOS, or that stop token.
-
-    A function of facts that dispatcher, engine and worker share, since each fills its own canvas.
-    """
-    if canvas.first_stop is None:
-        raise ValueError("the canvas has no stop token")
-    stop_id = canvas.ids[canvas.first_stop]
-    return stop_id if stop_id in eos_token_ids or not eos_token_ids else eos_token_ids[0]
 
 
 def _row_of_position(spans: Sequence[tuple[int, int]], first_row: int, shift: int) -> dict[int, int]:
