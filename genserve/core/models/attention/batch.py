@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class Span(NamedTuple):
 class PagedBatch:
     """T tokens of several sequences, packed without padding.
 
-    spans          one per sequence, in row order.
+    spans          in row order; a sequence may have several.
     token_slots_T  int64: the slot (page-table row) of each token.
     positions_T    int64: its position in its sequence.
     ends_T         int64: it attends to positions `[0, end)` of its sequence. Causal: its position + 1;
@@ -37,8 +38,17 @@ class PagedBatch:
     page_table: np.ndarray
 
     @classmethod
-    def pack(cls, spans: list[tuple[int, int, int]], page_table: np.ndarray) -> PagedBatch:
-        """Build a causal batch from (slot, start, num_tokens) per sequence."""
+    def pack(
+        cls,
+        spans: Sequence[tuple[int, int, int]],
+        page_table: np.ndarray,
+        ends: Sequence[int] | np.ndarray | None = None,
+    ) -> PagedBatch:
+        """Build a batch from (slot, start, num_tokens) spans, none of them empty.
+
+        `ends` says what rows see: a list has one end for each span, an int64 array one for each row;
+        without it the batch is causal. ValueError if it has another length.
+        """
         counts = np.array([num_tokens for _, _, num_tokens in spans], dtype=np.int64)
         rows = np.cumsum(counts) - counts
         starts = np.array([start for _, start, _ in spans], dtype=np.int64)
@@ -48,7 +58,20 @@ class PagedBatch:
             Span(slot, int(row), start, num_tokens)
             for (slot, start, num_tokens), row in zip(spans, rows, strict=True)
         )
-        return cls(packed, np.repeat(slots, counts), positions, positions + 1, page_table)
+        if ends is None:
+            ends_T = positions + 1
+        else:
+            per_row = isinstance(ends, np.ndarray)
+            if len(ends) != (len(positions) if per_row else len(spans)):
+                raise ValueError(
+                    f"{len(ends)} ends for {len(positions)} rows"
+                    if per_row
+                    else f"{len(ends)} ends for {len(spans)} spans"
+                )
+            ends_T = np.asarray(ends, dtype=np.int64)
+            if not per_row:
+                ends_T = np.repeat(ends_T, counts)
+        return cls(packed, np.repeat(slots, counts), positions, ends_T, page_table)
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """int64 [1, T]."""
