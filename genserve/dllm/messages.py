@@ -50,6 +50,7 @@ class Progress:
     block_index  the block that the commits belong to.
     filled     the answer behind its first stop token was overwritten with EOS.
     num_cached_tokens  prompt tokens whose KV was found in the prefix cache (said with the first prefill).
+    waited_s   how long a prefill waited at the engine before it ran.
     ended      the engine holds nothing of the request any more: its block or answer is complete, or it
                was cancelled, or `error` says what went wrong.
     """
@@ -62,6 +63,7 @@ class Progress:
     num_cached_tokens: int = 0
     ended: Ended | None = None
     error: str | None = None
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

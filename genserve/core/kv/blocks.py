@@ -9,7 +9,7 @@ page may still be cached (its content is known and may be reused until it is tak
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 PAGE_TOKENS = 16
@@ -104,6 +104,7 @@ class KvPages:
         self._node_of_key: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._key_of_page: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._next_node = _ROOT + 1
+        self._roots: dict[Hashable, int] = {None: _ROOT}
 
     @property
     def num_free(self) -> int:
@@ -117,23 +118,33 @@ class KvPages:
     def num_leases(self) -> int:
         return self._num_leases
 
-    def match(self, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix of `token_ids`, in whole pages. Changes nothing.
+    def match(
+        self, token_ids: Sequence[int], unit_tokens: int | None = None, salt: Hashable = None
+    ) -> PrefixMatch:
+        """The longest cached prefix of `token_ids`, in whole pages. Takes nothing.
 
-        At least the last token is left to compute, since its logits are wanted.
+        At least the last token is left to compute, since its logits are wanted. With `unit_tokens`, a
+        multiple of the page, only whole units match. Prefixes of different `salt` never match each other:
+        it names what else the KV of a token depends on.
         """
+        if salt not in self._roots:
+            self._roots[salt] = self._next_node
+            self._next_node += 1
+        nodes = [self._roots[salt]]
         pages: list[int] = []
-        node = _ROOT
         if self._node_of_key:
             page_tokens = self.page_tokens
             for start in range(0, len(token_ids) - page_tokens, page_tokens):
-                hit = self._node_of_key.get((node, tuple(token_ids[start : start + page_tokens])))
+                hit = self._node_of_key.get((nodes[-1], tuple(token_ids[start : start + page_tokens])))
                 if hit is None:
                     break
-                node, page = hit
-                pages.append(page)
+                nodes.append(hit[0])
+                pages.append(hit[1])
+            if unit_tokens is not None:
+                whole = len(pages) - len(pages) % (unit_tokens // page_tokens)
+                del pages[whole:], nodes[whole + 1 :]
         references = self._num_references
-        return PrefixMatch(tuple(pages), node, sum(1 for page in pages if references[page] == 0))
+        return PrefixMatch(tuple(pages), nodes[-1], sum(1 for page in pages if references[page] == 0))
 
     def num_free_needed(self, match: PrefixMatch, num_tokens: int) -> int:
         """Free pages that a lease of `num_tokens` tokens starting from `match` would take."""

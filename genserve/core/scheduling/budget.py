@@ -39,21 +39,17 @@ def plan_prefills(
 
     `has_room(need)` says whether memory admits the prefill besides those granted before it: it is asked
     once for each, in order, and may count what it has admitted. The first that finds no room, or that is
-    indivisible and larger than what is left, ends the plan: nobody overtakes it. An indivisible
-    prefill larger than the whole budget runs alone with the decodes, or it would wait for ever.
+    indivisible and larger than what is left, ends the plan: nobody overtakes it. Idle rule: an indivisible
+    prefill that nothing else would run beside is admitted whatever its size, or it would wait for ever.
     """
     left = budget_tokens - decode_tokens
     grants: list[PrefillGrant] = []
-    if left <= 0:
+    if left <= 0 and decode_tokens > 0:
         return ()
     for need in needs:
-        take = min(need.num_tokens, left)
-        if not need.divisible:
-            oversized_alone = need.num_tokens > budget_tokens and not grants
-            if need.num_tokens > left and not oversized_alone:
-                break
-            take = need.num_tokens
-        if not has_room(need):
+        take = need.num_tokens if not need.divisible else min(need.num_tokens, left)
+        idle = decode_tokens == 0 and not grants
+        if (take > left and not idle) or take <= 0 or not has_room(need):
             break
         grants.append(PrefillGrant(need.key, take))
         left -= take

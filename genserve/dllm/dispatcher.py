@@ -1,0 +1,526 @@
+"""The controller in front of the engines: admits requests, routes their blocks, streams what is settled.
+
+Owns the order of arrival, each request's canvas and a ledger of the pages that engines hold; must not
+know steps, budgets or tensors (Sangam §4.3, colocated). An engine is told to keep a request for all its
+blocks if there is no choice (one engine, `sticky`) or its KV outlives a block; else every block is
+routed anew. Whatever was told is rebuilt from token ids when an engine is lost: a request goes back to
+the start of its block (`dkv`: of its answer, whose KV its later blocks build upon), and since noise is
+a function of the position alone, what was streamed already comes out again and is not repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from genserve.core.control import Effect, Event, Message, Send, Timer, WakeAt
+from genserve.core.metrics.recorder import TOKEN_BUCKETS, Recorder
+from genserve.core.types import (
+    DEADLINE_EXCEEDED,
+    Abort,
+    FinishReason,
+    Submit,
+    TokenLogprobs,
+    TokenOutput,
+    Unmasked,
+)
+from genserve.dllm.cache import LASTING
+from genserve.dllm.canvas import OPEN, Block, Canvas
+from genserve.dllm.engine import EngineLimits
+from genserve.dllm.messages import Assign, Cancel, EngineBack, EngineLost, Progress, Report
+from genserve.dllm.request import DiffusionParams
+from genserve.dllm.routing import EngineView, Routing, choose
+from genserve.dllm.step import Commit
+
+
+class _Request:
+    """One request. `limit` is where its output ends at the latest; told_* is what the client has."""
+
+    __slots__ = (
+        "arrival_s",
+        "block",
+        "canvas",
+        "engine",
+        "has_committed",
+        "has_deadline",
+        "key",
+        "limit",
+        "logprobs",
+        "num_block_passes",
+        "num_cached",
+        "num_passes",
+        "num_told",
+        "num_told_passes",
+        "order",
+        "params",
+        "queued_s",
+        "request_id",
+        "restart_ids",
+        "restart_passes",
+        "sampling",
+        "told_first",
+        "waited_s",
+    )
+
+    def __init__(self, submit: Submit, order: int, params: DiffusionParams, limits: EngineLimits, now: float):
+        sampling = submit.sampling
+        eos_ids = () if sampling.ignore_eos else limits.eos_token_ids
+        self.request_id = submit.request_id
+        self.key = f"{submit.request_id}#{order}"
+        self.order = order
+        self.arrival_s = self.queued_s = now
+        self.waited_s = 0.0
+        self.sampling = replace(
+            sampling, stop_token_ids=tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
+        )
+        self.params = params
+        self.canvas = _canvas(submit, params, self.sampling.stop_token_ids, limits)
+        self.limit = len(submit.prompt_token_ids) + _max_tokens(submit, params, limits)
+        self.block = Block(-1, 0, 0)
+        self.restart_ids = tuple(self.canvas.ids)
+        self.restart_passes = 0
+        self.engine: _Engine | None = None
+        self.has_deadline = submit.deadline_s is not None
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        self.num_passes = self.num_block_passes = self.num_told_passes = 0
+        self.num_cached = 0
+        self.num_told = 0
+        self.told_first = self.has_committed = False
+
+    def __lt__(self, other: _Request) -> bool:
+        return self.order < other.order
+
+    def next_block(self) -> Block | None:
+        """The block to denoise now, or None if no position is open."""
+        canvas = self.canvas
+        for index in range(max(self.block.index, 0), canvas.num_blocks):
+            block = canvas.block(index)
+            if canvas.has_open(block.start, block.end):
+                return block
+        return None
+
+    def enter(self, block: Block) -> None:
+        """A new block begins; unless KV outlives blocks approximately, one may restart from here."""
+        self.block = block
+        self.num_block_passes = 0
+        if self.params.cache != "dkv" or block.index == 0:
+            self.restart_ids = tuple(self.canvas.ids)
+            self.restart_passes = self.num_passes
+
+    def restart(self) -> None:
+        """Forget what an engine did since the last place to restart from."""
+        canvas = self.canvas
+        start = canvas.prompt_len if self.params.cache == "dkv" else self.block.start
+        canvas.reopen(Block(self.block.index, start, start), self.restart_ids)
+        self.num_passes = self.restart_passes
+        self.engine = None
+        self.block = Block(-1, 0, 0)
+        block = self.next_block()
+        assert block is not None, "an engine held a finished request"
+        self.enter(block)
+
+
+class _Held:
+    """A request that an engine has not given back: its pages, and its prefill tokens until they ran."""
+
+    __slots__ = ("num_pages", "num_tokens", "order", "request")
+
+    def __init__(self, request: _Request, num_pages: int, num_tokens: int) -> None:
+        self.request: _Request | None = request
+        self.order = request.order
+        self.num_pages = num_pages
+        self.num_tokens = num_tokens
+
+
+class _Engine:
+    """The ledger of one engine."""
+
+    __slots__ = ("alive", "held", "name", "num_pages", "outstanding_tokens", "unstarted")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.forget_all()
+        self.alive = True
+
+    def forget_all(self) -> None:
+        self.alive = False
+        self.held: dict[str, _Held] = {}
+        self.unstarted: dict[str, _Held] = {}
+        self.num_pages = 0
+        self.outstanding_tokens = 0
+
+    def take(self, key: str, held: _Held) -> None:
+        self.held[key] = self.unstarted[key] = held
+        self.num_pages += held.num_pages
+        self.outstanding_tokens += held.num_tokens
+
+    def started(self, key: str) -> None:
+        held = self.unstarted.pop(key, None)
+        if held is not None:
+            self.outstanding_tokens -= held.num_tokens
+
+    def give_back(self, key: str) -> None:
+        self.started(key)
+        self.num_pages -= self.held.pop(key).num_pages
+
+    def view(self, order: int, num_pages: int, limits: EngineLimits) -> EngineView:
+        """For a request of `order`: whatever is younger and has not begun will wait behind it."""
+        younger = [held for held in self.unstarted.values() if held.order > order]
+        free_pages = limits.num_pages - self.num_pages + sum([held.num_pages for held in younger])
+        free_slots = limits.max_running - len(self.held) + len(younger)
+        return EngineView(
+            self.alive and free_pages >= num_pages and free_slots >= 1,
+            self.alive and free_pages >= 0 and free_slots >= 0,
+            self.outstanding_tokens,
+            len(self.held),
+        )
+
+
+class Dispatcher:
+    """The `Controller` of a deployment of equal `engines`. Outputs go to `reply_to`, one `Send` a decision.
+
+    `recorder` gets queue times, times to the first commit and passes per block.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[str],
+        limits: EngineLimits,
+        routing: Routing = "least_outstanding",
+        reply_to: str = "gateway",
+        recorder: Recorder | None = None,
+    ) -> None:
+        if not engines:
+            raise ValueError("a dispatcher needs at least one engine")
+        self.limits = limits
+        self._routing = routing
+        self._reply_to = reply_to
+        self._engines = {name: _Engine(name) for name in engines}
+        self._in_turn = list(self._engines.values())
+        self._last = -1
+        self._requests: dict[str, _Request] = {}
+        self._queue: list[_Request] = []
+        self._num_arrived = 0
+        self._outbox: list[TokenOutput] = []
+        self._effects: list[Effect] = []
+        recorder = recorder if recorder is not None else Recorder(enabled=False)
+        self._queue_s = recorder.histogram("queue_s", "Time from arrival until the first pass began")
+        self._wait_s = recorder.histogram("prefill_wait_s", "Time that a block's prefill waited")
+        self._first_commit_s = recorder.histogram("first_commit_s", "Time from arrival to the first commit")
+        self._block_passes = recorder.histogram("block_passes", "Passes per block", TOKEN_BUCKETS)
+        self.num_restarts = 0
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    def observe(self, event: Event, now: float) -> None:
+        if isinstance(event, Message):
+            body = event.body
+            if isinstance(body, Report):
+                self._on_report(body, now)
+            elif isinstance(body, Submit):
+                self._on_submit(body, now)
+            elif isinstance(body, Abort):
+                self._abandon(body.request_id, "abort")
+            elif isinstance(body, EngineLost):
+                self._on_lost(body, now)
+            elif isinstance(body, EngineBack):
+                self._engines[body.engine].alive = True
+            else:
+                raise TypeError(f"dispatcher got a message it does not know: {type(body).__name__}")
+        elif isinstance(event, Timer):
+            request = self._requests.get(event.tag.rpartition("#")[0])
+            if request is not None and request.key == event.tag:
+                self._abandon(request.request_id, "error", DEADLINE_EXCEEDED)
+        else:
+            raise TypeError(f"dispatcher got an event it does not know: {type(event).__name__}")
+
+    def _on_submit(self, submit: Submit, now: float) -> None:
+        params = submit.options if submit.options is not None else DiffusionParams()
+        problem = self._refusal(submit, params)
+        if problem is not None:
+            self._outbox.append(TokenOutput(submit.request_id, finish_reason="error", error=problem))
+            return
+        self._num_arrived += 1
+        request = _Request(submit, self._num_arrived, params, self.limits, now)
+        self._requests[request.request_id] = request
+        if submit.deadline_s is not None:
+            self._effects.append(WakeAt(submit.deadline_s, request.key))
+        block = request.next_block()
+        if block is None or request.canvas.is_settled:
+            self._tell(request, ended=True)
+        else:
+            request.enter(block)
+            self._enqueue(request, now)
+
+    def _refusal(self, submit: Submit, params: DiffusionParams) -> str | None:
+        limits = self.limits
+        if not isinstance(params, DiffusionParams):
+            return f"options of type {type(params).__name__} are not a diffusion model's"
+        if submit.request_id in self._requests:
+            return f"request id {submit.request_id!r} is already in use"
+        if not submit.prompt_token_ids:
+            return "the prompt is empty"
+        if params.block_length < 1:
+            return f"block_length must be at least 1, not {params.block_length}"
+        if params.refresh_interval < 1:
+            return f"refresh_interval must be at least 1, not {params.refresh_interval}"
+        if params.cfg_scale > 0 and params.cache != "none":
+            return f"cfg_scale needs cache 'none', not {params.cache!r}"
+        if params.suffix_token_ids and params.cache in ("block", "canvas"):
+            return f"cache {params.cache!r} never sees a suffix"
+        num_answer = _max_tokens(submit, params, limits)
+        total = len(submit.prompt_token_ids) + num_answer + len(params.suffix_token_ids)
+        if num_answer < 0 or total > limits.max_context_tokens:
+            return f"{total - min(num_answer, 0)} tokens exceed the context of {limits.max_context_tokens}"
+        for offset, _ in params.pinned:
+            if not 0 <= offset < num_answer:
+                return f"pinned: offset {offset} is outside the answer of {num_answer} tokens"
+        length = _answer_end(submit, params, limits) + len(params.suffix_token_ids)
+        if limits.pages_for(length, params) > limits.num_pages:
+            pool = limits.num_pages * limits.page_tokens
+            each = " twice" if params.cfg_scale > 0 else ""
+            return f"{length} tokens{each} exceed the KV pool of {pool} tokens"
+        return None
+
+    def _on_report(self, report: Report, now: float) -> None:
+        engine = self._engines[report.engine]
+        for progress in report.progress:
+            held = engine.held.get(progress.request_id)
+            if held is None:
+                continue
+            if progress.ended is not None:
+                engine.give_back(progress.request_id)
+            elif progress.prefilled:
+                engine.started(progress.request_id)
+            if held.request is not None:
+                self._on_progress(held.request, progress, now)
+
+    def _on_progress(self, request: _Request, progress: Progress, now: float) -> None:
+        ended = progress.ended
+        if ended in ("error", "cancelled"):
+            request.engine = None
+            self._finish(request, "error", progress.error or "the engine dropped the request")
+            return
+        canvas = request.canvas
+        if progress.block_index != request.block.index:
+            self._block_passes.observe(request.num_block_passes)
+            request.enter(canvas.block(progress.block_index))
+        if progress.prefilled:
+            waited_s = request.waited_s + progress.waited_s
+            request.waited_s = 0.0
+            self._wait_s.observe(waited_s)
+            if not request.num_passes:
+                self._queue_s.observe(waited_s)
+        if progress.num_cached_tokens and not request.told_first:
+            request.num_cached = progress.num_cached_tokens
+        step = request.num_passes
+        request.num_passes += 1
+        request.num_block_passes += 1
+        if progress.commits and not request.has_committed:
+            request.has_committed = True
+            self._first_commit_s.observe(now - request.arrival_s)
+        for commit in progress.commits:
+            canvas.commit(commit.position, commit.token_id)
+            if commit.logprobs is not None:
+                request.logprobs[commit.position] = commit.logprobs
+        if progress.filled:
+            canvas.fill_after_stop(self.limits.fill_token_id)
+        if ended is None:
+            self._tell(request, progress.commits, step)
+            return
+        request.engine = None
+        self._block_passes.observe(request.num_block_passes)
+        following = request.next_block() if ended == "block" else None
+        if following is None:
+            self._tell(request, progress.commits, step, ended=True)
+        else:
+            request.enter(following)
+            self._tell(request, progress.commits, step)
+            self._enqueue(request, now)
+
+    def _enqueue(self, request: _Request, now: float) -> None:
+        request.queued_s = now
+        insort(self._queue, request)
+
+    def _on_lost(self, lost: EngineLost, now: float) -> None:
+        engine = self._engines[lost.engine]
+        orphans = [held.request for held in engine.held.values() if held.request is not None]
+        engine.forget_all()
+        for request in orphans:
+            self.num_restarts += 1
+            request.restart()
+            self._enqueue(request, now)
+
+    # -- outputs and endings ---------------------------------------------------------------------
+
+    def _tell(
+        self, request: _Request, commits: Sequence[Commit] = (), step: int = -1, *, ended: bool = False
+    ) -> None:
+        """Stream what has become the committed prefix, and end the request with its answer."""
+        canvas, first = request.canvas, request.canvas.prompt_len
+        end, stop = min(canvas.settled_end(), request.limit), canvas.first_stop
+        stopped = stop is not None and stop < request.limit
+        if stopped:
+            end = min(end, stop + 1)
+        if request.params.editing_threshold is not None and not ended:
+            end = min(end, request.block.start)
+        start = first + request.num_told
+        token_ids = tuple(canvas.ids[start:end])
+        unmasked: tuple[Unmasked, ...] = ()
+        if request.params.include_unmasking and step >= request.num_told_passes:
+            request.num_told_passes = step + 1
+            unmasked = tuple(
+                [
+                    Unmasked(commit.position - first, commit.token_id, commit.confidence, step)
+                    for commit in commits
+                    if commit.position < request.limit
+                ]
+            )
+        if not (token_ids or unmasked or ended):
+            return
+        request.num_told += len(token_ids)
+        self._outbox.append(
+            TokenOutput(
+                request.request_id,
+                token_ids,
+                self._take_logprobs(request, start, token_ids),
+                finish_reason=None if not ended else "stop" if stopped else "length",
+                stop_token_id=canvas.ids[stop] if ended and stopped else None,
+                num_cached_tokens=request.num_cached,
+                unmasked=unmasked,
+            )
+        )
+        request.num_cached = 0
+        request.told_first = True
+        if ended:
+            self._forget(request)
+
+    def _take_logprobs(
+        self, request: _Request, start: int, token_ids: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...]:
+        if request.sampling.logprobs is None:
+            return ()
+        # What was given (pinned) was certain.
+        return tuple(
+            [
+                request.logprobs.pop(start + index, None) or TokenLogprobs(token_id, 0.0)
+                for index, token_id in enumerate(token_ids)
+            ]
+        )
+
+    def _abandon(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
+        """End a request on its client's or its deadline's behalf, wherever it is. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason, error)
+
+    def _finish(self, request: _Request, reason: FinishReason, error: str | None) -> None:
+        output = TokenOutput(
+            request.request_id, finish_reason=reason, error=error, num_cached_tokens=request.num_cached
+        )
+        self._outbox.append(output)
+        self._forget(request)
+
+    def _forget(self, request: _Request) -> None:
+        del self._requests[request.request_id]
+        if request.has_deadline:
+            self._effects.append(WakeAt(math.inf, request.key))
+        if request.engine is not None:
+            # Its pages stay in the ledger until the engine says that they are free.
+            request.engine.held[request.key].request = None
+            self._effects.append(Send(request.engine.name, Cancel(request.key)))
+        elif request in self._queue:
+            self._queue.remove(request)
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> Iterable[Effect]:
+        num_placed = 0
+        for request in self._queue:
+            if not self._place(request, now):
+                break
+            num_placed += 1
+        del self._queue[:num_placed]
+        effects, self._effects = self._effects, []
+        if self._outbox:
+            effects.append(Send(self._reply_to, tuple(self._outbox)))
+            self._outbox.clear()
+        return effects
+
+    def _place(self, request: _Request, now: float) -> bool:
+        """Assign the request to an engine; False if it must wait, and whoever comes after it."""
+        limits, canvas, params = self.limits, request.canvas, request.params
+        num_pages = limits.pages_for(len(canvas), params)
+        views = [engine.view(request.order, num_pages, limits) for engine in self._in_turn]
+        chosen = choose(self._routing, views, self._last)
+        if chosen is None:
+            return False
+        self._last = chosen
+        engine = request.engine = self._in_turn[chosen]
+        weight = 2 if params.cfg_scale > 0 else 1
+        engine.take(request.key, _Held(request, num_pages, weight * len(canvas)))
+        request.waited_s += now - request.queued_s
+        keep = len(self._in_turn) == 1 or self._routing == "sticky" or params.cache in LASTING
+        assign = Assign(
+            request.key,
+            request.order,
+            tuple(canvas.ids),
+            canvas.prompt_len,
+            canvas.answer_end,
+            request.block.index,
+            keep,
+            request.sampling,
+            params,
+        )
+        self._effects.append(Send(engine.name, assign))
+        return True
+
+    # -- for gauges and leak checks --------------------------------------------------------------
+
+    def stats(self, engines: Sequence[Mapping[str, float]] = ()) -> dict[str, float]:
+        """Gauges and counters: the engines' own added up, if given, and the dispatcher's."""
+        total: dict[str, float] = {}
+        for figures in engines:
+            for name, value in figures.items():
+                total[name] = total.get(name, 0) + value
+        total["num_sequences"] = len(self._requests)
+        total["num_waiting"] = total.get("num_waiting", 0) + len(self._queue)
+        total["num_engines"] = sum([engine.alive for engine in self._in_turn])
+        total["num_restarts"] = self.num_restarts
+        total["num_held"] = sum([len(engine.held) for engine in self._in_turn])
+        total["num_held_pages"] = sum([engine.num_pages for engine in self._in_turn])
+        total["num_outstanding_tokens"] = sum([engine.outstanding_tokens for engine in self._in_turn])
+        return total
+
+
+def _max_tokens(submit: Submit, params: DiffusionParams, limits: EngineLimits) -> int:
+    """Positions of the answer; without `max_tokens` as many as context and pool hold."""
+    if submit.sampling.max_tokens is not None:
+        return submit.sampling.max_tokens
+    pool = limits.num_pages // (2 if params.cfg_scale > 0 else 1) * limits.page_tokens
+    given = len(submit.prompt_token_ids) + len(params.suffix_token_ids)
+    return min(limits.max_context_tokens, pool) - given
+
+
+def _answer_end(submit: Submit, params: DiffusionParams, limits: EngineLimits) -> int:
+    """Aligned answers are rounded up to whole blocks, as far as the context reaches."""
+    end = len(submit.prompt_token_ids) + _max_tokens(submit, params, limits)
+    if params.cache not in ("block", "canvas"):
+        return end
+    rounded = -(-end // params.block_length) * params.block_length
+    pool = limits.num_pages * limits.page_tokens
+    return max(end, min(rounded, limits.max_context_tokens, pool))
+
+
+def _canvas(
+    submit: Submit, params: DiffusionParams, stop_ids: tuple[int, ...], limits: EngineLimits
+) -> Canvas:
+    num_prompt = len(submit.prompt_token_ids)
+    end = _answer_end(submit, params, limits)
+    ids = [*submit.prompt_token_ids, *([OPEN] * (end - num_prompt)), *params.suffix_token_ids]
+    for offset, token_id in params.pinned:
+        ids[num_prompt + offset] = token_id
+    aligned = params.cache in ("block", "canvas")
+    return Canvas(ids, num_prompt, end, params.block_length, aligned=aligned, stop_ids=stop_ids)
