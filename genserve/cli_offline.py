@@ -10,8 +10,8 @@ import typer
 from genserve import cli_options as opt
 
 if TYPE_CHECKING:
-    from genserve.ar.offline import OfflineResult
     from genserve.core.workload.workload import Workload
+    from genserve.offline import OfflineResult
 
 
 def offline(
@@ -55,7 +55,7 @@ def offline(
         budget_tokens=budget_tokens,
         executor=executor,
     )
-    result = _run(model.removeprefix("ar:"), options, requests, concurrency)
+    result = _run(model, options, requests, concurrency)
     summary = summarize(result.timelines, duration_s=result.duration_s)
     if as_json:
         engine = {"cpu_s": result.cpu_s, "engine": dict(result.engine)}
@@ -88,10 +88,10 @@ def _run(model: str, options: dict[str, Any], workload: Workload, concurrency: i
     from rich.console import Console
     from rich.progress import Progress
 
-    from genserve.ar.llm import AsyncLLM
-    from genserve.ar.offline import run_offline
     from genserve.cli_progress import LoadProgress
     from genserve.core.server.run import run
+    from genserve.llm import AsyncLLM
+    from genserve.offline import run_offline
 
     async def measure() -> OfflineResult:
         with LoadProgress() as loading:

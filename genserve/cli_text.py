@@ -13,6 +13,8 @@ import typer
 
 from genserve import cli_options as opt
 
+_ANSWER_TOKENS = 512
+
 # What answers a conversation, piece by piece.
 Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
@@ -22,7 +24,7 @@ def generate(
     model: opt.Model = "smollm2",
     chat: Annotated[bool, typer.Option("--chat", help="Ask it through the model's chat template.")] = False,
     max_tokens: opt.MaxTokens = 128,
-    temperature: opt.Temperature = 1.0,
+    temperature: opt.ModelTemperature = None,
     top_p: opt.TopP = 1.0,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
@@ -37,8 +39,8 @@ def generate(
     as_json: opt.Json = False,
 ) -> None:
     """Generate from one prompt in this process, printed as it comes."""
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    options |= opt.given(seed=seed, regex=regex, json_schema=_read(json_schema))
+    options: dict[str, Any] = {"max_tokens": max_tokens, "top_p": top_p}
+    options |= opt.given(temperature=temperature, seed=seed, regex=regex, json_schema=_read(json_schema))
     options["stop"] = stop or ()
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -84,7 +86,9 @@ def chat(
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="GENSERVE_API_KEY", help="For the server.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: opt.MaxTokens = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Output tokens at most [default: 512, or half the context].")
+    ] = None,
     temperature: opt.Temperature = 0.7,
     top_p: opt.TopP = 0.95,
     seed: opt.Seed = None,
@@ -93,13 +97,18 @@ def chat(
     num_threads: opt.NumThreads = None,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, /new starts over, Ctrl-D or /quit leaves."""
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, **opt.given(seed=seed)}
+    options = {"temperature": temperature, "top_p": top_p, **opt.given(seed=seed, max_tokens=max_tokens)}
     _check(options)
     if base_url is not None:
         _converse(_server_answer(base_url, api_key, model, options), system)
         return
     with _loaded(model or "smollm2", opt.given(dtype=dtype, kv_pool=kv_pool, num_threads=num_threads)) as llm:
+        options.setdefault("max_tokens", _answer_tokens(llm.info.max_context_tokens))
         _converse(lambda messages: (d.text for d in llm.stream_chat(messages, **options)), system)
+
+
+def _answer_tokens(max_context_tokens: int) -> int:
+    return min(_ANSWER_TOKENS, max_context_tokens // 2)
 
 
 def _converse(answer: Answer, system: str | None) -> None:
@@ -150,8 +159,8 @@ def _converse(answer: Answer, system: str | None) -> None:
 
 def _check(options: dict[str, Any]) -> None:
     """`InvalidRequest` for options that no model would take: loading one takes long."""
-    from genserve.ar.options import completion_request
     from genserve.core.runtime.completion import check_stop
+    from genserve.core.runtime.request_options import completion_request
     from genserve.core.runtime.sampling_limits import validate_sampling
 
     request = completion_request("", (), **options)
@@ -168,7 +177,6 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Any]:
     from genserve import LLM
     from genserve.cli_progress import LoadProgress
 
-    model = model.removeprefix("ar:")
     with LoadProgress() as progress:
         progress.begin(model)
         llm = LLM(model, on_progress=progress.on_progress, **options)
@@ -192,12 +200,15 @@ def _server_answer(base_url: str, api_key: str | None, model: str | None, option
         return GenserveError(getattr(error, "message", str(error)))
 
     try:
-        names = [served.id for served in client.models.list()]
+        served = {model.id: model for model in client.models.list()}
     except openai.OpenAIError as error:
         raise explained(error) from error
-    if model is None and len(names) != 1:
-        raise ConfigError(f"model: the server has {', '.join(names) or 'none'}; name one with --model")
-    name = model or names[0]
+    if model is None and len(served) != 1:
+        raise ConfigError(f"model: the server has {', '.join(served) or 'none'}; name one with --model")
+    name = model or next(iter(served))
+    # Of servers like this one; others do not tell.
+    context = getattr(served.get(name), "max_context_tokens", None)
+    options.setdefault("max_tokens", _answer_tokens(context) if isinstance(context, int) else _ANSWER_TOKENS)
 
     def answer(messages: list[dict[str, str]]) -> Iterator[str]:
         try:
