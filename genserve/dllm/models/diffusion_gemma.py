@@ -8,23 +8,23 @@ Served are text and the model's own samplers; images are not.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from genserve.core.errors import ConfigError, GenserveError
+from genserve.core.errors import ConfigError
 from genserve.core.models.attention.backend import PAGED, PagedContext, register
 from genserve.core.models.kernels.fuse import optimize_for_cpu
 from genserve.core.models.kernels.threads import ThreadTeam
 from genserve.core.models.layers import LayerSpec, probe
 from genserve.core.models.loading import quiet_transformers
-from genserve.dllm.models.interface import NO_MASK, CanvasDefaults, LoadedDiffusionModel
+from genserve.dllm.models.build import Built
+from genserve.dllm.models.checkpoint import Checkpoint
+from genserve.dllm.models.interface import CanvasDefaults
+from genserve.dllm.models.parts import Parts
 
 if TYPE_CHECKING:
-    from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
-
-MODEL_TYPE = "diffusion_gemma"
+    from transformers import DiffusionGemmaForBlockDiffusion
 
 
 class DiffusionGemma(torch.nn.Module):
@@ -109,89 +109,50 @@ class DiffusionGemma(torch.nn.Module):
         return self.mix(probs_NV) * embed.embed_scale.to(dtype)
 
 
-def wrap(
-    model: DiffusionGemmaForBlockDiffusion,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    name: str = "model",
-    team: ThreadTeam | None = None,
-) -> LoadedDiffusionModel:
-    """What the worker needs of a model in memory, which is taken over: it can generate no longer.
+def build(checkpoint: Checkpoint, parts: Parts) -> Built:
+    """Have the model's own class load the folder, then take the model over."""
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    try:
+        with quiet_transformers():
+            model, report = DiffusionGemmaForBlockDiffusion.from_pretrained(
+                checkpoint.folder, dtype=parts.dtype, output_loading_info=True, local_files_only=True
+            )
+        model.to(parts.device)
+    except Exception as error:  # transformers raises anything here; the cause is kept
+        raise checkpoint.error(f"{type(error).__name__}: {error}") from error
+    for complaint, names in (("has no", "missing_keys"), ("has no place for", "unexpected_keys")):
+        if report[names]:
+            raise checkpoint.error(
+                f"{complaint} tensor {sorted(report[names])[0]!r}, and {len(report[names])} in all"
+            )
+    checkpoint.ignore_all()
+    return take_over(model, checkpoint.name, parts.team)
+
+
+def take_over(model: DiffusionGemmaForBlockDiffusion, name: str, team: ThreadTeam) -> Built:
+    """What the registry needs of a model in memory, which can generate no longer.
 
     In float32 on the CPU its layers become kernels, run by `team`. `ConfigError` if it cannot be served.
     """
     model.eval().requires_grad_(False)
     config, text = model.config, model.config.text_config
-    _check(config, name)
-    dtype, device = model.dtype, model.device
-    canvas = DiffusionGemma(model, name)
-    if dtype is torch.float32 and device.type == "cpu":
-        optimize_for_cpu(canvas, team or ThreadTeam())
-    num_valid = text.vocab_size
-    if tokenizer is not None:
-        num_valid = min(num_valid, 1 + max(tokenizer.get_vocab().values()))
-    return LoadedDiffusionModel(
-        model=canvas,
-        family="canvas",
-        name=name,
-        shift=0,
-        mask_token_id=NO_MASK,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-        max_context_tokens=text.max_position_embeddings,
-        vocab_size=text.vocab_size,
-        num_valid_tokens=num_valid,
-        default_block_length=config.canvas_length,
-        dtype=dtype,
-        device=device,
-        tokenizer=tokenizer,
-        canvas=_defaults(model.generation_config),
-    )
-
-
-def load(
-    folder: Path, name: str, dtype: torch.dtype, device: torch.device, team: ThreadTeam | None = None
-) -> LoadedDiffusionModel:
-    """Load an ordinary model folder, sharded or not. `ConfigError` says what is wrong with it."""
-    from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
-
-    try:
-        with quiet_transformers():
-            tokenizer = None
-            if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
-                tokenizer = AutoTokenizer.from_pretrained(folder)
-            model, report = DiffusionGemmaForBlockDiffusion.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, local_files_only=True
-            )
-        missing = sorted(report["missing_keys"])
-        if missing:
-            raise ConfigError(
-                f"{name}: the checkpoint has no tensor {missing[0]!r}, and {len(missing)} in all"
-            )
-        model.to(device)
-    except GenserveError:
-        raise
-    except Exception as error:  # transformers raises anything here; the cause is kept
-        raise ConfigError(f"cannot load {name}: {type(error).__name__}: {error}") from error
-    return wrap(model, tokenizer, name, team)
-
-
-def _check(config: Any, name: str) -> None:
-    text = config.text_config
     if text.use_bidirectional_attention == "all":
-        raise ConfigError(
-            f"{name}: use_bidirectional_attention 'all' is not served: the prompt must be causal"
-        )
+        raise ConfigError(f"{name}: use_bidirectional_attention 'all' is not served: prompts must be causal")
     if "sliding_attention" in text.layer_types and text.sliding_window < 2:
         raise ConfigError(f"{name}: sliding_window must be at least 2, not {text.sliding_window}")
-
-
-def _eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    found = model.generation_config.eos_token_id
-    if found is None:
-        found = model.config.text_config.eos_token_id
-    ids = set(found if isinstance(found, list | tuple) else [] if found is None else [found])
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))
+    served = DiffusionGemma(model, name)
+    if model.dtype is torch.float32 and model.device.type == "cpu":
+        optimize_for_cpu(served, team)
+    return Built(
+        model=served,
+        family="canvas",
+        max_context_tokens=text.max_position_embeddings,
+        vocab_size=text.vocab_size,
+        num_ids=text.vocab_size,
+        default_block_length=config.canvas_length,
+        canvas=_defaults(model.generation_config),
+    )
 
 
 def _defaults(generation: Any) -> CanvasDefaults:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import DiffusionGemmaForBlockDiffusion
 
 CANVAS_TOKENS = 16
+VOCAB_SIZE = 300  # of the tiny tokenizer
 _TEXT: dict[str, Any] = {
-    "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -59,7 +59,7 @@ def make_tiny_diffusion_gemma(seed: int = 0, **text: Any) -> DiffusionGemmaForBl
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
     canvas_length = text.pop("canvas_length", CANVAS_TOKENS)
-    merged = {**_TEXT, **text}
+    merged = {**_TEXT, "vocab_size": VOCAB_SIZE, **text}
     vocab_size = merged["vocab_size"]
     config = DiffusionGemmaConfig(
         text_config=merged,
@@ -92,7 +92,7 @@ def make_tiny_diffusion_gemma(seed: int = 0, **text: Any) -> DiffusionGemmaForBl
 def write_tiny_diffusion_gemma(folder: str | Path, seed: int = 0, **text: Any) -> Path:
     """Save such a model, with a tokenizer and a chat template, as an ordinary folder; returns the folder."""
     folder = Path(folder)
-    tokenizer = make_tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer(VOCAB_SIZE)
     make_tiny_diffusion_gemma(seed, **text).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
