@@ -27,6 +27,9 @@ from typing import NamedTuple, Protocol
 
 from genserve.core.scheduling.budget import PrefillGrant, PrefillNeed, plan_prefills
 
+# Of shares that are no binary fractions, in tokens.
+_ROUNDING = 1e-6
+
 HasRoom = Callable[[PrefillNeed], bool]
 
 
@@ -35,12 +38,10 @@ class BudgetState(NamedTuple):
 
     balance      tokens in hand; below zero is a debt.
     num_waited   iterations since a prefill was last admitted, with one waiting and room for it.
-    share_tokens what the head has accrued by waiting.
     """
 
     balance: float = 0.0
     num_waited: int = 0
-    share_tokens: float = 0.0
 
 
 class BudgetPlan(NamedTuple):
@@ -119,9 +120,7 @@ class SignedBudget:
             balance += missing * self.budget_tokens
             num_iterations += int(missing)
         num_waited = state.num_waited + 1
-        share_tokens = state.share_tokens
-        if num_waited > self.patience:
-            share_tokens += self.share * self.budget_tokens
+        share_tokens = self.share * (num_waited - self.patience) * self.budget_tokens
         blocked = False
 
         def room(need: PrefillNeed) -> bool:
@@ -133,14 +132,14 @@ class SignedBudget:
         num_aged = 0
         if size <= balance:
             grants = plan_prefills(int(balance) + decode_tokens, decode_tokens, chain((head,), waiting), room)
-        elif size <= share_tokens and room(head):
+        elif size <= share_tokens + _ROUNDING and room(head):
             grants, num_aged = (PrefillGrant(head.key, size),), size
         balance -= sum([grant.num_tokens for grant in grants])
         if blocked:
             balance = min(state.balance, balance)
         if grants:
-            num_waited, share_tokens = 0, 0.0
+            num_waited = 0
         elif blocked:
-            num_waited, share_tokens = state.num_waited, state.share_tokens
+            num_waited = state.num_waited
         num_iterations = num_iterations if grants else 1
-        return BudgetPlan(grants, BudgetState(balance, num_waited, share_tokens), num_iterations, num_aged)
+        return BudgetPlan(grants, BudgetState(balance, num_waited), num_iterations, num_aged)

@@ -29,17 +29,14 @@ def test_divisible_prefills_fill_what_decodes_leave_and_no_more(budget, num_deco
 
 
 @given(budgets, decodes, needs)
-def test_the_budget_bounds_all_but_an_indivisible_prefill_larger_than_itself(budget, num_decodes, items):
+def test_the_budget_bounds_all_but_what_would_run_beside_nothing(budget, num_decodes, items):
     grants = plan_prefills(budget, num_decodes, items)
     size = {need.key: need for need in items}
     if num_decodes >= budget:
         assert grants == ()  # decodes are never displaced
     total = num_decodes + sum(grant.num_tokens for grant in grants)
-    oversized = [g for g in grants if not size[g.key].divisible and size[g.key].num_tokens > budget]
-    if oversized:
-        assert len(grants) == 1 and num_decodes < budget
-    elif grants:
-        assert total <= budget
+    if total > budget and grants:
+        assert num_decodes == 0 and len(grants) == 1 and not size[grants[0].key].divisible
     assert [grant.key for grant in grants] == [need.key for need in items[: len(grants)]]
     assert all(g.num_tokens == size[g.key].num_tokens for g in grants if not size[g.key].divisible)
 
