@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from genserve.dllm.messages import EngineBack, EngineLost
 from genserve.dllm.options import (
     CACHES,
     UNSUPPORTED,
+    UNSUPPORTED_BY_CANVAS,
     DiffusionCheck,
     DiffusionOptions,
     ServedFacts,
@@ -34,10 +35,10 @@ from genserve.dllm.options import (
 from genserve.dllm.request import DiffusionParams, Unmasking
 
 if TYPE_CHECKING:
+    from genserve.core.runtime.executors import Worker
     from genserve.core.runtime.ray_controller import RemoteParts
     from genserve.core.server.gateway import ServedModel
     from genserve.dllm.models.interface import LoadedDiffusionModel
-    from genserve.dllm.worker import DllmWorker
 
 DISPATCHER = "dispatcher"
 
@@ -60,7 +61,7 @@ class DllmParts:
     described: Described
     dispatcher: Dispatcher
     engines: Mapping[str, Engine]
-    workers: Mapping[str, DllmWorker]
+    workers: Mapping[str, Worker]
     recorder: Recorder
     tokenizer: Any
 
@@ -133,8 +134,8 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
         max_queued_requests=config.max_queued_requests,
         eos_token_ids=loaded.eos_token_ids,
         default_max_tokens=config.default_max_tokens,
-        default_temperature=0.0,
-        unsupported=UNSUPPORTED,
+        default_temperature=1.0 if loaded.family == "canvas" else 0.0,
+        unsupported=UNSUPPORTED_BY_CANVAS if loaded.family == "canvas" else UNSUPPORTED,
     )
     facts = ServedFacts(loaded.family, loaded.shift, loaded.mask_token_id, _defaults(config, loaded))
     try:
@@ -147,8 +148,11 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
 def _defaults(config: DllmConfig, loaded: LoadedDiffusionModel) -> DiffusionParams:
     # Block-causal models are published with a strict comparison.
     rule = Unmasking(strict=loaded.family == "block_causal")
+    if loaded.canvas is not None:
+        entropy, confidence = loaded.canvas.entropy_bound, loaded.canvas.confidence
+        rule = Unmasking("entropy_bound", entropy_bound=entropy, threshold=confidence)
     if config.threshold is not None:
-        rule = Unmasking(threshold=config.threshold, strict=rule.strict)
+        rule = replace(rule, threshold=config.threshold)
     return DiffusionParams(
         cache=config.cache or CACHES[loaded.family][0],
         unmasking=rule,
@@ -163,9 +167,10 @@ def _attention(loaded: LoadedDiffusionModel) -> Any:
     return CpuAttention if loaded.device.type == "cpu" else ReferenceAttention
 
 
-def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: EngineLimits) -> DllmWorker:
+def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: EngineLimits) -> Worker:
     """A worker with a KV pool of its own over a loaded model, warmed up."""
     from genserve.core.models.kernels.threads import ThreadTeam
+    from genserve.dllm.canvas_worker import CanvasWorker
     from genserve.dllm.worker import DllmWorker
 
     specs = loaded.model.layer_specs
@@ -175,7 +180,8 @@ def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: Engine
         backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, team)
     else:
         backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, PAGE_TOKENS, loaded.device)
-    worker = DllmWorker(
+    kind = CanvasWorker if loaded.family == "canvas" else DllmWorker
+    worker = kind(
         loaded, backend, num_slots=limits.max_running, max_pages=-(-limits.max_context_tokens // PAGE_TOKENS)
     )
     worker.warm_up()

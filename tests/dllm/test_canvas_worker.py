@@ -62,7 +62,9 @@ def test_a_ragged_batch_gives_what_generate_gives(backend, answers):
     assert max(len(args.passes) for args in steps) == LIMITS.max_running
     kinds = {(p.is_start, p.spans[0][0] < p.block[1]) for args in steps for p in args.passes}
     assert kinds == {(True, True), (False, False)}, "only a canvas' first pass runs rows before it"
-    cut_inside = [at for at, name in enumerate(answers) if reasons[name] == "stop" and len(answers[name]) % 16]
+    cut_inside = [
+        at for at, name in enumerate(answers) if reasons[name] == "stop" and len(answers[name]) % 16
+    ]
     assert cut_inside, "no answer ends inside a canvas"
 
 
