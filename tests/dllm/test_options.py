@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from genserve.core.errors import InvalidRequest
 from genserve.core.runtime.choice import CompletionRequest
@@ -33,7 +35,8 @@ INFO = EngineInfo(
 
 def completer(family="bidirectional", shift=0, **info) -> Completer:
     cache = {"bidirectional": "dual", "block_causal": "block", "canvas": "canvas"}[family]
-    facts = ServedFacts(family, shift, MASK, DiffusionParams(cache=cache, block_length=16))
+    rule = Unmasking("entropy_bound") if family == "canvas" else Unmasking()
+    facts = ServedFacts(family, shift, MASK, DiffusionParams(cache=cache, unmasking=rule, block_length=16))
     engine = ScriptedEngine(lambda request: Script([]), replace(INFO, **info))
     return Completer(engine, TOKENIZER, check=DiffusionCheck(facts, TOKENIZER))
 
@@ -153,6 +156,10 @@ def test_what_cannot_work_is_refused_by_name(options, field, message):
         ("block_causal", {"cfg_scale": 1.0}, "cfg_scale"),
         ("canvas", {"cache": "none"}, "cache"),
         ("canvas", {"editing_threshold": 0.9}, "editing_threshold"),
+        ("canvas", {"block_length": 8}, "block_length"),
+        ("canvas", {"unmasking": "quota"}, "unmasking"),
+        ("canvas", {"factor": 1.0}, "factor"),
+        ("canvas", {"pinned": [{"position": 0, "token_ids": [5]}]}, "pinned"),
     ],
 )
 def test_what_the_family_lacks_is_refused_by_name(family, options, field):
@@ -209,6 +216,16 @@ def test_the_default_length_is_cut_to_the_room(options, room):
     assert prepared(options).sampling.max_tokens == room
 
 
+def test_canvases_are_whole():
+    found = prepared({"steps": 8, "entropy_bound": 0.5}, family="canvas", max_tokens=70)
+    assert found.sampling.max_tokens == 70 and found.options.unmasking.steps == 8
+    with pytest.raises(InvalidRequest, match="81 output tokens in whole canvases of 16 are more than the KV"):
+        prepared(family="canvas", max_tokens=81)
+    engine_info = {"default_max_tokens": None}
+    request = CompletionRequest("r", PROMPT)
+    assert completer("canvas", **engine_info).prepare(request).sampling.max_tokens == 80
+
+
 def test_suffix_is_not_for_chat():
     with pytest.raises(InvalidRequest, match="suffix: is for completions"):
         prepared({"suffix": "fox"}, continues_prompt=False)
@@ -219,3 +236,38 @@ def test_an_engine_without_options_refuses_them():
     for fields in ({"options": {"cache": "dual"}}, {"include_unmasking": True}):
         with pytest.raises(InvalidRequest, match=f"{next(iter(fields))}: is not supported"):
             Completer(engine, TOKENIZER).prepare(CompletionRequest("r", PROMPT, **fields))
+
+
+leaves = st.one_of(
+    *(st.none(), st.booleans(), st.integers(-2, 40), st.integers(), st.floats()),
+    *(st.sampled_from(["quota", "threshold", "dual", "none", "linear", "x", "\ud800"]), st.just(10**30)),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["kind", "steps", "threshold", "position", "text", "token_ids"]), inner
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    options=st.dictionaries(st.sampled_from([*DiffusionOptions.model_fields, "x"]), values, max_size=3),
+    family=st.sampled_from(["bidirectional", "block_causal", "canvas"]),
+)
+def test_any_values_are_served_or_refused_by_the_name_of_a_field(options, family):
+    refused = None
+    try:
+        found = prepared(options, family=family)
+    except InvalidRequest as error:
+        refused = error
+    if refused is None:
+        assert isinstance(found.options, DiffusionParams) and "x" not in options
+        return
+    named = refused.field.split(".")[0].split("[")[0]
+    assert named in {*options, "prompt"} or (named in ("threshold", "steps") and "unmasking" in options)
+    assert refused.message and len(str(refused)) < 500

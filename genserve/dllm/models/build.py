@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from genserve.dllm.models.checkpoint import Checkpoint
-from genserve.dllm.models.interface import AttentionFamily, DiffusionModel
+from genserve.dllm.models.interface import AttentionFamily, CanvasDefaults, CanvasModel, DiffusionModel
 from genserve.dllm.models.parts import Parts
 from genserve.dllm.models.transformer import Attention, HeadNorms, Layer, Rotary, Shape, Transformer
 
@@ -17,13 +17,14 @@ class Built:
     `num_ids` is how many ids the config counts; the logits may be wider (`vocab_size`).
     """
 
-    model: DiffusionModel
+    model: DiffusionModel | CanvasModel
     family: AttentionFamily
     max_context_tokens: int
     vocab_size: int
     num_ids: int
     shift: int = 0
     default_block_length: int = 32
+    canvas: CanvasDefaults | None = None
 
 
 def qwen_shape(checkpoint: Checkpoint) -> Shape:

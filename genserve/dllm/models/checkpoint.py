@@ -126,6 +126,10 @@ class Checkpoint:
         """Let a tensor be there that the model does not need."""
         self._taken.add(name)
 
+    def ignore_all(self) -> None:
+        """Let the tensors be there for somebody else to read."""
+        self._taken.update(self._files)
+
     def refuse_leftovers(self) -> None:
         """`ConfigError` if there are tensors that nobody took."""
         left = sorted(

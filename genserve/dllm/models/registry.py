@@ -17,7 +17,7 @@ from genserve.core.models.loading import Dtype, quiet_transformers
 from genserve.core.models.source import ModelSource, resolve
 from genserve.dllm.models.build import Built
 from genserve.dllm.models.checkpoint import Checkpoint
-from genserve.dllm.models.interface import LoadedDiffusionModel
+from genserve.dllm.models.interface import NO_MASK, LoadedDiffusionModel
 from genserve.dllm.models.parts import Parts
 
 if TYPE_CHECKING:
@@ -29,8 +29,15 @@ ARCHITECTURES = {
     "DreamModel": "dream",
     "LLaDA2MoeModelLM": "llada2",
     "SDARForCausalLM": "sdar",
+    "DiffusionGemmaForBlockDiffusion": "diffusion_gemma",
 }
-MODEL_TYPES = {"llada": "llada", "Dream": "dream", "llada2_moe": "llada2", "sdar": "sdar"}
+MODEL_TYPES = {
+    "llada": "llada",
+    "Dream": "dream",
+    "llada2_moe": "llada2",
+    "sdar": "sdar",
+    "diffusion_gemma": "diffusion_gemma",
+}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 _MASK_TOKENS = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model"]
@@ -66,12 +73,14 @@ def load_diffusion_model(
     num_valid = built.num_ids
     if tokenizer is not None:
         num_valid = min(num_valid, 1 + max(tokenizer.get_vocab().values()))
+    has_mask = built.family != "canvas"
+    mask = _mask_token_id(checkpoint, tokenizer, mask_token_id, built.vocab_size) if has_mask else NO_MASK
     return LoadedDiffusionModel(
         model=built.model,
         family=built.family,
         name=source.name,
         shift=built.shift,
-        mask_token_id=_mask_token_id(checkpoint, tokenizer, mask_token_id, built.vocab_size),
+        mask_token_id=mask,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
         max_context_tokens=built.max_context_tokens,
         vocab_size=built.vocab_size,
@@ -80,7 +89,15 @@ def load_diffusion_model(
         dtype=torch_dtype,
         device=target,
         tokenizer=tokenizer,
+        canvas=built.canvas,
     )
+
+
+def load_diffusion_tokenizer(source: ModelSource | str) -> PreTrainedTokenizerBase | None:
+    """Only the tokenizer of a checkpoint, for a front end whose workers are in other processes."""
+    if isinstance(source, str):
+        source = resolve(source)
+    return _load_tokenizer(Checkpoint(_folder(source), source.name))
 
 
 def _folder(source: ModelSource) -> Path:

@@ -36,14 +36,14 @@ def sequences():
     return [tuple(torch.randn(n, h, DIM) for h in (HEADS, KV_HEADS, KV_HEADS)) for n in LENGTHS]
 
 
-def dense(query, key, value, ends, window=0):
+def dense(query, key, value, ends, window=0, anchors=None):
     group = HEADS // KV_HEADS
     key, value = key.repeat_interleave(group, 1).double(), value.repeat_interleave(group, 1).double()
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * RULE.scale
     at = torch.arange(len(query))
     hidden = at[None] >= torch.as_tensor(ends)[:, None]
     if window:
-        hidden |= at[None] <= at[:, None] - window
+        hidden |= at[None] <= (at if anchors is None else torch.as_tensor(anchors))[:, None] - window
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
@@ -128,15 +128,61 @@ def test_a_row_does_not_depend_on_company_spans_or_threads(other):
         assert all(torch.equal(whole[3, p], got[3, p]) for p in range(span[1], span[1] + span[2]))
 
 
+CANVAS_SPANS = [(3, 0, 50), (3, 50, 20), (2, 0, 33), (1, 0, 3), (1, 3, 13)]
+CANVAS_AT = [None, 50, None, None, 3]
+
+
+def canvas_batch(spans, starts):
+    """Spans whose start is given see all of themselves, and a window that is counted from there."""
+    ends = [
+        np.arange(a, a + n) + 1 if at is None else np.full(n, a + n)
+        for (_, a, n), at in zip(spans, starts, strict=True)
+    ]
+    anchors = [
+        np.arange(a, a + n) if at is None else np.full(n, at)
+        for (_, a, n), at in zip(spans, starts, strict=True)
+    ]
+    return PagedBatch.pack(spans, TABLE, np.concatenate(ends), np.concatenate(anchors))
+
+
+@KINDS
+@pytest.mark.parametrize("window", [0, 12, 30, 60])
+def test_a_canvas_shares_a_window_that_ends_before_it(kind, window):
+    """Causal rows and, behind them in one pass, a canvas, longer or shorter than the window."""
+    made = sequences()
+    batch = canvas_batch(CANVAS_SPANS, CANVAS_AT)
+    got = run(build(kind), batch, made, AttentionRule(RULE.scale, window))
+    for slot, canvas_at in ((1, 3), (2, 33), (3, 50)):
+        at = np.arange(LENGTHS[slot])
+        ends = np.where(at < canvas_at, at + 1, len(at))
+        expected = dense(*made[slot], ends, window, np.minimum(at, canvas_at))
+        rows = torch.stack([got[slot, position] for position in at.tolist()])
+        torch.testing.assert_close(rows.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("other", ["cpu", "cpu-narrow", "cpu-threads"])
+def test_a_canvas_does_not_depend_on_what_runs_beside_it(other):
+    """Bit for bit, on the CPU kernels: in the pass of its prompt among others, and in one of its own."""
+    made, rule = sequences(), AttentionRule(RULE.scale, 12)
+    together = run(build(other), canvas_batch(CANVAS_SPANS, CANVAS_AT), made, rule)
+    backend = build("cpu")
+    run(backend, canvas_batch([(3, 0, 50)], [None]), made, rule)
+    alone = run(backend, canvas_batch([(3, 50, 20)], [50]), made, rule)
+    assert all(torch.equal(alone[3, p], together[3, p]) for p in range(50, 70))
+
+
 def test_causal_is_what_a_batch_is_without_ends():
     spans = [(2, 10, 3), (3, 0, 4)]
     causal = PagedBatch.pack(spans, TABLE)
     assert causal.ends_T.tolist() == [11, 12, 13, 1, 2, 3, 4]
+    assert causal.anchors_T.tolist() == [10, 11, 12, 0, 1, 2, 3]
+    assert PagedBatch.pack(spans, TABLE, anchors=[9, 0]).anchors_T.tolist() == [9] * 3 + [0] * 4
     assert PagedBatch.pack(spans, TABLE, [20, 9]).ends_T.tolist() == [20] * 3 + [9] * 4
     assert [tuple(span) for span in causal.spans] == [(2, 0, 10, 3), (3, 3, 0, 4)]
 
 
-@pytest.mark.parametrize("ends", [[20], np.array([20, 20])])
-def test_ends_of_another_number_of_rows_are_refused(ends):
-    with pytest.raises(ValueError, match=r"[12] ends for"):
-        PagedBatch.pack([(2, 10, 3), (3, 0, 4)], TABLE, ends)
+@pytest.mark.parametrize("numbers", [[20], np.array([20, 20])])
+@pytest.mark.parametrize("what", ["ends", "anchors"])
+def test_ends_and_anchors_of_another_number_of_rows_are_refused(numbers, what):
+    with pytest.raises(ValueError, match=rf"[12] {what} for"):
+        PagedBatch.pack([(2, 10, 3), (3, 0, 4)], TABLE, **{what: numbers})

@@ -21,7 +21,7 @@ PAGED = "genserve_paged"
 class AttentionRule:
     """How scores are made: scale, sliding window in tokens (0: none), logit softcap (0: none).
 
-    With a window a token sees nothing at `its position - window_tokens` or before.
+    With a window a token sees nothing at `its anchor - window_tokens` or before.
     """
 
     scale: float

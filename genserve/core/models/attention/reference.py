@@ -71,7 +71,7 @@ class ReferenceAttention:
             k_at = torch.arange(end, device=self._device)[None]
             hidden = k_at >= q_end
             if rule.window_tokens:
-                q_at = torch.from_numpy(batch.positions_T[rows]).to(self._device)[:, None]
+                q_at = torch.from_numpy(batch.anchors_T[rows]).to(self._device)[:, None]
                 hidden |= k_at <= q_at - rule.window_tokens
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)

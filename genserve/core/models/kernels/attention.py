@@ -172,8 +172,8 @@ def attend_rows(
     bf16,
     page_table,  # int32 [slot, page]
     token_slots,  # int64 [token]
-    positions,  # int64 [token]
     ends,  # int64 [token]: sees [0, end)
+    anchors,  # int64 [token]: its window is counted back from here
     scale,
     window,  # 0: none
     softcap,  # 0: none
@@ -216,9 +216,9 @@ def attend_rows(
             end = max(end, ends[other])
         last_page = (end + PAGE - 1) // PAGE
         if window > 0:
-            lowest = positions[row]
+            lowest = anchors[row]
             for other in range(row + 1, row + num_rows):
-                lowest = min(lowest, positions[other])
+                lowest = min(lowest, anchors[other])
             first_page = max(0, lowest + 1 - window) // PAGE
         for kv_head in range(num_kv_heads):
             shape = (num_kv_heads, kv_head, num_dims, num_padded_dims, bf16)
@@ -245,7 +245,7 @@ def attend_rows(
                 for item in range(num):
                     token = row + item // num_heads_here
                     own_end = ends[token]
-                    own_begin = max(0, positions[token] + 1 - window) if window > 0 else 0
+                    own_begin = max(0, anchors[token] + 1 - window) if window > 0 else 0
                     at_own = at_scores + 4 * item * row_floats
                     own = scores[item * row_floats : (item + 1) * row_floats]
                     total = _softmax(
