@@ -94,4 +94,3 @@ def request(name, num_prompt, max_tokens, seed, temperature=1.0, **params):
     }
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     return Submit(name, prompt, sampling, options=DiffusionParams(**params))
-
