@@ -95,7 +95,7 @@ def _replay_cases(folder: Path, alone: bool) -> Iterator[Verdict]:
             yield from (Verdict(name, [f"{type(error).__name__}: {error}"]) for name, _ in members)
             continue
         for name, replay in members:
-            yield _guarded(name, lambda replay=replay: replay.differences(mask_id))
+            yield _guarded(name, lambda replay=replay, mask_id=mask_id: replay.differences(mask_id))
 
 
 def _run(loaded: LoadedDiffusionModel, replays: Sequence[Replay], fill_token_id: int | None) -> None:

@@ -25,6 +25,8 @@ UNSUPPORTED = (
     *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("prompt_logprobs", "grammar", "echo"),
 )
+# Renoised canvases have a schedule of temperatures, and no distribution that a token was drawn from.
+UNSUPPORTED_BY_CANVAS = (*UNSUPPORTED, "top_p", "top_k", "logprobs")
 
 # The ways of caching that each attention family has; the first is its default.
 CACHES: Mapping[str, tuple[CacheMode, ...]] = {
@@ -41,12 +43,14 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "factor_rule": ("factor",),
     "entropy_bound": ("entropy_bound",),
     "steps": (*_SCHEDULED, "threshold"),
+    "steps_bound": ("threshold",),
     "schedule": _SCHEDULED,
     "eps": _SCHEDULED,
     "independent": ("random",),
     "strict": ("threshold",),
     "min_commits": ("threshold",),
 }
+_READ_BY_CANVAS = ("entropy_bound", "threshold", "steps")
 MAX_STEPS = 1 << 20
 
 
@@ -65,6 +69,7 @@ class UnmaskingOptions(_Strict):
     factor_rule: Literal["strict", "fast_dllm"] | None = None
     entropy_bound: float | None = None
     steps: int | None = None
+    steps_bound: Literal["most", "least"] | None = None
     schedule: Literal["even", "linear"] | None = None
     eps: float | None = None
     independent: bool | None = None
@@ -180,12 +185,12 @@ class DiffusionCheck:
         given = {name: getattr(options, name) for name in (*plain, "cache", "first_position")}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         defaults = self._facts.defaults
-        if options.cfg_scale and options.cache is None:
+        if options.cfg_scale and options.cache is None and "none" in CACHES[self._facts.family]:
             changes["cache"] = "none"  # guidance has no other
         return replace(
             defaults,
             **changes,
-            unmasking=_unmasking(options, defaults.unmasking),
+            unmasking=_unmasking(options, defaults.unmasking, self._facts.family == "canvas"),
             pinned=tuple(
                 pair for index, pin in enumerate(options.pinned) for pair in self._pinned(index, pin)
             ),
@@ -213,7 +218,7 @@ class DiffusionCheck:
         return tuple(value)
 
 
-def _unmasking(options: DiffusionOptions, default: Unmasking) -> Unmasking:
+def _unmasking(options: DiffusionOptions, default: Unmasking, is_canvas: bool) -> Unmasking:
     given: dict[str, Any] = {}
     names: dict[str, str] = {}  # where each was given
     inner = options.unmasking
@@ -226,6 +231,13 @@ def _unmasking(options: DiffusionOptions, default: Unmasking) -> Unmasking:
             given[name] = value if outer is None else outer
             names[name] = f"unmasking.{name}" if outer is None else name
     kind = inner.kind if inner is not None else None
+    if is_canvas:
+        if kind not in (None, default.kind):
+            raise InvalidRequest("unmasking", f"a renoised canvas has no rule but {default.kind!r}")
+        unread = next((name for name in given if name not in _READ_BY_CANVAS), None)
+        if unread is not None:
+            raise InvalidRequest(names[unread], f"is not read here; there is: {', '.join(_READ_BY_CANVAS)}")
+        return replace(default, **given)
     if kind is None:
         kind = _implied_kind(given, default)
     elif kind not in _KINDS:
@@ -260,6 +272,13 @@ def check_params(params: DiffusionParams, facts: ServedFacts, info: EngineInfo) 
             f"no {str(params.cache)[:40]!r} for a {family} model; there is: {', '.join(sorted(caches))}",
         )
     check_integer("block_length", params.block_length, 1, info.max_context_tokens)
+    if facts.family == "canvas":
+        if params.block_length != facts.defaults.block_length:
+            raise InvalidRequest(
+                "block_length", f"this model's canvas has {facts.defaults.block_length} positions"
+            )
+        if params.pinned:
+            raise InvalidRequest("pinned", "a renoised canvas keeps no given tokens")
     check_integer("refresh_interval", params.refresh_interval, 1, MAX_STEPS)
     check_number("cfg_scale", params.cfg_scale, 0.0, 1e3)
     if params.cfg_scale > 0 and (params.cache != "none" or facts.family != "bidirectional"):
@@ -311,18 +330,21 @@ def fitting_max_tokens(request: CompletionRequest, params: DiffusionParams, info
     pool_name = "the KV pool" if copies == 1 else "half the KV pool (cfg_scale keeps two canvases)"
     given = f"{num_prompt} prompt tokens" + (f" + {num_suffix} suffix tokens" if num_suffix else "")
     wanted = request.sampling.max_tokens
+    # Canvases are whole, whatever is told of them.
+    unit = params.block_length if params.cache == "canvas" else 1
+    whole = f" in whole canvases of {unit}" if unit > 1 else ""
     for limit, what in ((info.max_context_tokens, "the model's context"), (pool, pool_name)):
-        room = limit - num_prompt - num_suffix
+        room = (limit - num_prompt - num_suffix) // unit * unit
         if room < (1 if wanted is None else 0):
             raise ContextLengthExceeded("prompt", f"{given} leave no room in {what} of {limit} tokens")
         if wanted is not None and wanted > room:
             raise ContextLengthExceeded(
                 "max_tokens",
-                f"{given} + {shown(wanted)} output tokens are more than {what} of {limit} tokens",
+                f"{given} + {shown(wanted)} output tokens{whole} are more than {what} of {limit} tokens",
             )
     if wanted is not None:
         return wanted
-    room = min(info.max_context_tokens, pool) - num_prompt - num_suffix
+    room = (min(info.max_context_tokens, pool) - num_prompt - num_suffix) // unit * unit
     return room if info.default_max_tokens is None else min(room, info.default_max_tokens)
 
 

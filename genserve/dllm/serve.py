@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from genserve.core.errors import ConfigError, InvalidRequest
 from genserve.core.kv.blocks import PAGE_TOKENS
+from genserve.core.metrics.recorder import Recorder
 from genserve.core.runtime.client import EngineClient
 from genserve.core.types import EngineInfo
 from genserve.dllm.config import DllmConfig
@@ -25,6 +26,7 @@ from genserve.dllm.messages import EngineBack, EngineLost
 from genserve.dllm.options import (
     CACHES,
     UNSUPPORTED,
+    UNSUPPORTED_BY_CANVAS,
     DiffusionCheck,
     DiffusionOptions,
     ServedFacts,
@@ -33,10 +35,10 @@ from genserve.dllm.options import (
 from genserve.dllm.request import DiffusionParams, Unmasking
 
 if TYPE_CHECKING:
+    from genserve.core.runtime.executors import Worker
     from genserve.core.runtime.ray_controller import RemoteParts
     from genserve.core.server.gateway import ServedModel
     from genserve.dllm.models.interface import LoadedDiffusionModel
-    from genserve.dllm.worker import DllmWorker
 
 DISPATCHER = "dispatcher"
 
@@ -59,7 +61,8 @@ class DllmParts:
     described: Described
     dispatcher: Dispatcher
     engines: Mapping[str, Engine]
-    workers: Mapping[str, DllmWorker]
+    workers: Mapping[str, Worker]
+    recorder: Recorder
     tokenizer: Any
 
 
@@ -131,8 +134,8 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
         max_queued_requests=config.max_queued_requests,
         eos_token_ids=loaded.eos_token_ids,
         default_max_tokens=config.default_max_tokens,
-        default_temperature=0.0,
-        unsupported=UNSUPPORTED,
+        default_temperature=1.0 if loaded.family == "canvas" else 0.0,
+        unsupported=UNSUPPORTED_BY_CANVAS if loaded.family == "canvas" else UNSUPPORTED,
     )
     facts = ServedFacts(loaded.family, loaded.shift, loaded.mask_token_id, _defaults(config, loaded))
     try:
@@ -145,8 +148,11 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
 def _defaults(config: DllmConfig, loaded: LoadedDiffusionModel) -> DiffusionParams:
     # Block-causal models are published with a strict comparison.
     rule = Unmasking(strict=loaded.family == "block_causal")
+    if loaded.canvas is not None:
+        entropy, confidence = loaded.canvas.entropy_bound, loaded.canvas.confidence
+        rule = Unmasking("entropy_bound", entropy_bound=entropy, threshold=confidence)
     if config.threshold is not None:
-        rule = Unmasking(threshold=config.threshold, strict=rule.strict)
+        rule = replace(rule, threshold=config.threshold)
     return DiffusionParams(
         cache=config.cache or CACHES[loaded.family][0],
         unmasking=rule,
@@ -161,9 +167,10 @@ def _attention(loaded: LoadedDiffusionModel) -> Any:
     return CpuAttention if loaded.device.type == "cpu" else ReferenceAttention
 
 
-def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: EngineLimits) -> DllmWorker:
+def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: EngineLimits) -> Worker:
     """A worker with a KV pool of its own over a loaded model, warmed up."""
     from genserve.core.models.kernels.threads import ThreadTeam
+    from genserve.dllm.canvas_worker import CanvasWorker
     from genserve.dllm.worker import DllmWorker
 
     specs = loaded.model.layer_specs
@@ -173,7 +180,8 @@ def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: Engine
         backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, team)
     else:
         backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, PAGE_TOKENS, loaded.device)
-    worker = DllmWorker(
+    kind = CanvasWorker if loaded.family == "canvas" else DllmWorker
+    worker = kind(
         loaded, backend, num_slots=limits.max_running, max_pages=-(-limits.max_context_tokens // PAGE_TOKENS)
     )
     worker.warm_up()
@@ -189,11 +197,33 @@ def assemble(config: DllmConfig, loaded: LoadedDiffusionModel) -> DllmParts:
     described = describe(config, loaded)
     engines = {name: Engine(name, described.limits, DISPATCHER) for name in engine_names(config)}
     workers = {engine.lane: make_worker(config, loaded, described.limits) for engine in engines.values()}
-    return DllmParts(described, _dispatcher(config, described), engines, workers, loaded.tokenizer)
+    recorder = Recorder()
+    dispatcher = _dispatcher(config, described, recorder)
+    return DllmParts(described, dispatcher, engines, workers, recorder, loaded.tokenizer)
 
 
-def _dispatcher(config: DllmConfig, described: Described) -> Dispatcher:
-    return Dispatcher(engine_names(config), described.limits, config.routing)
+def _dispatcher(config: DllmConfig, described: Described, recorder: Recorder) -> Dispatcher:
+    return Dispatcher(engine_names(config), described.limits, config.routing, recorder=recorder)
+
+
+def figures(dispatcher: Dispatcher, engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of dispatcher and engines, with averages since the start.
+
+    A step is one packed forward pass, a pass one request's part of it.
+    """
+    stats = dispatcher.stats(engines)
+
+    def per(total: str, count: str) -> float:
+        return stats.get(total, 0.0) / max(stats.get(count, 0.0), 1.0)
+
+    return {
+        **stats,
+        "tokens_per_forward": per("num_commits", "num_steps"),
+        "tokens_per_pass": per("num_commits", "num_passes"),
+        "passes_per_block": per("num_passes", "num_blocks"),
+        "prefill_tokens_per_step": per("num_prefill_tokens", "num_steps"),
+        "decode_tokens_per_step": per("num_decode_tokens", "num_steps"),
+    }
 
 
 async def start_local(parts: DllmParts) -> EngineClient:
@@ -203,7 +233,12 @@ async def start_local(parts: DllmParts) -> EngineClient:
 
     executors = {lane: ThreadExecutor(worker, lane) for lane, worker in parts.workers.items()}
     return LocalEngine(
-        parts.described.info, parts.dispatcher, executors, entry=DISPATCHER, others=parts.engines
+        parts.described.info,
+        parts.dispatcher,
+        executors,
+        entry=DISPATCHER,
+        others=parts.engines,
+        figures=partial(figures, parts.dispatcher),
     )
 
 
@@ -219,7 +254,7 @@ async def build_remote(config: DllmConfig, name: str) -> RemoteParts:
     return RemoteParts(engine, {engine.lane: ThreadExecutor(worker, engine.lane)}, described)
 
 
-async def start_remote(config: DllmConfig) -> tuple[EngineClient, Described]:
+async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[EngineClient, Described]:
     """A dispatcher on this event loop, over engines in Ray actors."""
     from genserve.core.runtime.local_engine import LocalEngine
     from genserve.core.runtime.ray_controller import RemoteController
@@ -247,8 +282,14 @@ async def start_remote(config: DllmConfig) -> tuple[EngineClient, Described]:
         await asyncio.gather(*(remote.aclose() for remote in remotes.values()))
         raise failures[0]
     described: Described = remotes[names[0]].described
+    dispatcher = _dispatcher(config, described, recorder)
     engine = LocalEngine(
-        described.info, _dispatcher(config, described), {}, entry=DISPATCHER, remotes=remotes
+        described.info,
+        dispatcher,
+        {},
+        entry=DISPATCHER,
+        remotes=remotes,
+        figures=partial(figures, dispatcher),
     )
     return engine, described
 
@@ -270,15 +311,16 @@ async def start_served(config: DllmConfig, on_progress: Progress | None = None) 
         hf_tokenizer: Any = await aio.run_in_executor(None, load_tokenizer, config.model, on_progress)
         if on_progress is not None:
             on_progress(FetchProgress(config.model, "load"))
-        engine, described = await start_remote(config)
+        recorder = Recorder()
+        engine, described = await start_remote(config, recorder)
     else:
         loaded = await aio.run_in_executor(None, load, config, on_progress)
         hf_tokenizer = loaded.tokenizer
         if hf_tokenizer is None:
             raise ConfigError(f"{config.model}: a model without a tokenizer cannot be served as text")
         parts = await aio.run_in_executor(None, assemble, config, loaded)
-        engine, described = await start_local(parts), parts.described
+        engine, described, recorder = await start_local(parts), parts.described, parts.recorder
     tokenizer = Tokenizer(hf_tokenizer)
     completer = Completer(engine, tokenizer, check=DiffusionCheck(described.facts, tokenizer), clock=aio.time)
     info = described.info
-    return ServedModel(info.model, int(time.time()), completer, tokenizer, info, DiffusionOptions)
+    return ServedModel(info.model, int(time.time()), completer, tokenizer, info, DiffusionOptions, recorder)

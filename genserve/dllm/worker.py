@@ -104,6 +104,7 @@ class _Work(NamedTuple):
     due: Share
     noise: dict[int, float]
     only_first: bool
+    everything: bool
 
 
 class DllmWorker:
@@ -284,8 +285,7 @@ class DllmWorker:
         )
         block.next_pass = 0 if only_first else next_pass(rule, block, len(open_positions), draws)
         due = share(rule, block, block.next_pass, len(open_positions))
-        if block.num_passes_open + 1 == params.max_block_steps:
-            due, only_first = Share(len(open_positions)), False
+        is_last = block.num_passes_open + 1 == params.max_block_steps
         noise = {}
         if needs_noise(rule) and open_positions:
             noise = dict(zip(open_positions, draws(block.next_pass), strict=True))
@@ -306,7 +306,7 @@ class DllmWorker:
                 option._replace(guidance_row=row + shift, guidance_scale=params.cfg_scale)
                 for option, row in zip(options, rows, strict=True)
             ]
-        return _Work(at, slot, open_positions, positions, rows, options, due, noise, only_first)
+        return _Work(at, slot, open_positions, positions, rows, options, due, noise, only_first, is_last)
 
     def _row_options(self, slot: _Slot, block_index: int, positions: list[int]) -> list[RowOptions]:
         sampling = slot.sampling
@@ -348,33 +348,29 @@ class DllmWorker:
     # Commits.
 
     def _commit(self, one: Pass, work: _Work, found: Proposals, hidden_TH: torch.Tensor) -> Denoised:
-        slot, block = work.slot, work.slot.block
+        slot = work.slot
         canvas, params = slot.canvas, slot.params
         at_of = {position: at for at, position in enumerate(work.positions)}
         failures = [error for error in found.errors if error is not None]
         if failures:
             raise RuntimeError(failures[0])
-        if work.only_first:
+        candidates = [
+            Candidate(
+                position,
+                found.confidences[at_of[position]],
+                found.margins[at_of[position]],
+                found.entropies[at_of[position]],
+                work.noise.get(position, 0.0),
+            )
+            for position in work.open_positions
+            if position in at_of
+        ]
+        if work.everything:
+            chosen = [candidate.position for candidate in candidates]
+        elif work.only_first:
             chosen = work.open_positions[:1]
         else:
-            candidates = [
-                Candidate(
-                    position,
-                    found.confidences[at_of[position]],
-                    found.margins[at_of[position]],
-                    found.entropies[at_of[position]],
-                    work.noise.get(position, 0.0),
-                )
-                for position in work.open_positions
-                if position in at_of
-            ]
-            everything = work.due.count is not None and work.due.count >= len(candidates)
-            last = block.num_passes_open + 1 == params.max_block_steps
-            chosen = (
-                [candidate.position for candidate in candidates]
-                if everything and last
-                else choose(params.unmasking, work.due, candidates)
-            )
+            chosen = choose(params.unmasking, work.due, candidates)
         edited = self._edits(work, found, at_of)
         changed = sorted([*chosen, *edited])
         logprobs = self._logprobs(work, found, at_of, changed, hidden_TH)

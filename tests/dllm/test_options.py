@@ -33,7 +33,8 @@ INFO = EngineInfo(
 
 def completer(family="bidirectional", shift=0, **info) -> Completer:
     cache = {"bidirectional": "dual", "block_causal": "block", "canvas": "canvas"}[family]
-    facts = ServedFacts(family, shift, MASK, DiffusionParams(cache=cache, block_length=16))
+    rule = Unmasking("entropy_bound") if family == "canvas" else Unmasking()
+    facts = ServedFacts(family, shift, MASK, DiffusionParams(cache=cache, unmasking=rule, block_length=16))
     engine = ScriptedEngine(lambda request: Script([]), replace(INFO, **info))
     return Completer(engine, TOKENIZER, check=DiffusionCheck(facts, TOKENIZER))
 
@@ -153,6 +154,10 @@ def test_what_cannot_work_is_refused_by_name(options, field, message):
         ("block_causal", {"cfg_scale": 1.0}, "cfg_scale"),
         ("canvas", {"cache": "none"}, "cache"),
         ("canvas", {"editing_threshold": 0.9}, "editing_threshold"),
+        ("canvas", {"block_length": 8}, "block_length"),
+        ("canvas", {"unmasking": "quota"}, "unmasking"),
+        ("canvas", {"factor": 1.0}, "factor"),
+        ("canvas", {"pinned": [{"position": 0, "token_ids": [5]}]}, "pinned"),
     ],
 )
 def test_what_the_family_lacks_is_refused_by_name(family, options, field):
@@ -207,6 +212,16 @@ def test_the_whole_canvas_counts_against_context_and_pool(options, max_tokens, m
 )
 def test_the_default_length_is_cut_to_the_room(options, room):
     assert prepared(options).sampling.max_tokens == room
+
+
+def test_canvases_are_whole():
+    found = prepared({"steps": 8, "entropy_bound": 0.5}, family="canvas", max_tokens=70)
+    assert found.sampling.max_tokens == 70 and found.options.unmasking.steps == 8
+    with pytest.raises(InvalidRequest, match="81 output tokens in whole canvases of 16 are more than the KV"):
+        prepared(family="canvas", max_tokens=81)
+    engine_info = {"default_max_tokens": None}
+    request = CompletionRequest("r", PROMPT)
+    assert completer("canvas", **engine_info).prepare(request).sampling.max_tokens == 80
 
 
 def test_suffix_is_not_for_chat():

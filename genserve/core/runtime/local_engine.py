@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -45,7 +45,8 @@ class LocalEngine:
 
     `controller`, called `entry` by the others, answers `Submit` and `Abort` with tuples of `TokenOutput`
     to the gateway. `others` are further controllers that it speaks with, by name; `remotes` those of them
-    that run elsewhere. Figures of one name are added up over `others` and `remotes`.
+    that run elsewhere. `figures` puts the engine's figures together from theirs; by default they are added
+    up and stand behind the entry's own.
     `prepare` is slow work that a request with a grammar needs before any step may see it. It blocks,
     on a thread of its own, and the controller gets the request afterwards; other requests go on. What
     it raises ends that request with an error.
@@ -62,10 +63,12 @@ class LocalEngine:
         entry: str = ENGINE,
         others: Mapping[str, StatsController] | None = None,
         remotes: Mapping[str, Remote] | None = None,
+        figures: Callable[[Sequence[Mapping[str, float]]], dict[str, float]] | None = None,
     ) -> None:
         self._info = info
         self._controller = controller
         self._entry = entry
+        self._figures = figures or self._added_up
         self._others = dict(others or {})
         self._remotes = dict(remotes or {})
         self._streams = StreamTable()
@@ -129,12 +132,14 @@ class LocalEngine:
             self._loop.post(self._entry, Abort(request_id))
 
     async def stats(self) -> dict[str, float]:
-        stats = dict(self._controller.stats())
         parts = [other.stats() for other in self._others.values()]
         parts += await asyncio.gather(*(remote.stats() for remote in self._remotes.values()))
-        for name in dict.fromkeys(name for part in parts for name in part):
-            stats.setdefault(name, sum(part.get(name, 0.0) for part in parts))
-        return {**stats, "num_streams": len(self._streams)}
+        return {**self._figures(parts), "num_streams": len(self._streams)}
+
+    def _added_up(self, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for part in parts for name in part)
+        sums = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+        return {**sums, **self._controller.stats()}
 
     def _from_remote(self, name: str, to: str, body: Any) -> None:
         if self._loop.fatal is None:

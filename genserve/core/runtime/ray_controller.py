@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,9 @@ class ControllerActor:
                 await asyncio.wait_for(self._wake.wait(), _POLL_S)
         outbox, self._outbox = self._outbox, []
         return outbox, self._failure
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def stats(self) -> dict[str, float]:
         return {} if self._controller is None else self._controller.stats()

@@ -58,7 +58,11 @@ def create_app(
 ) -> FastAPI:
     """The application over `gateway`; HTTP and engine instruments go into `registry`, which `/metrics` exposes."""
     metrics = HttpMetrics(registry)
-    engine_metrics = EngineMetrics([model.completer.engine for model in gateway.models], metrics.registry)
+    engine_metrics = EngineMetrics(
+        [model.completer.engine for model in gateway.models],
+        metrics.registry,
+        {model.name: model.recorder for model in gateway.models if model.recorder is not None},
+    )
     app = FastAPI(title="genserve", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.state.metrics = metrics

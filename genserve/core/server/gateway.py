@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from genserve.core.errors import ConfigError, Draining, InvalidRequest, ModelNotFound, Overloaded
+from genserve.core.metrics.recorder import Recorder
 from genserve.core.runtime.completion import Completer, Completion
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import EngineInfo
@@ -25,6 +26,7 @@ class ServedModel:
     """One model as the server shows it. `created` is in Unix seconds.
 
     `options_model` names the fields that its family takes in a request's body beyond the common ones.
+    `recorder` holds instruments of its controllers, for `/metrics`.
     """
 
     name: str
@@ -33,6 +35,7 @@ class ServedModel:
     tokenizer: Tokenizer
     info: EngineInfo
     options_model: type[BaseModel] | None = None
+    recorder: Recorder | None = None
 
 
 class Lease:

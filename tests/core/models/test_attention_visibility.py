@@ -135,9 +135,13 @@ CANVAS_AT = [None, 50, None, None, 3]
 def canvas_batch(spans, starts):
     """Spans whose start is given see all of themselves, and a window that is counted from there."""
     ends = [
-        np.arange(a, a + n) + 1 if at is None else np.full(n, a + n) for (_, a, n), at in zip(spans, starts, strict=True)
+        np.arange(a, a + n) + 1 if at is None else np.full(n, a + n)
+        for (_, a, n), at in zip(spans, starts, strict=True)
     ]
-    anchors = [np.arange(a, a + n) if at is None else np.full(n, at) for (_, a, n), at in zip(spans, starts, strict=True)]
+    anchors = [
+        np.arange(a, a + n) if at is None else np.full(n, at)
+        for (_, a, n), at in zip(spans, starts, strict=True)
+    ]
     return PagedBatch.pack(spans, TABLE, np.concatenate(ends), np.concatenate(anchors))
 
 
