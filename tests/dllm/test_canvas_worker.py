@@ -76,27 +76,29 @@ def test_alone_gives_what_the_batch_gives(answers):
 
 
 def test_a_cancelled_canvas_leaves_nothing_behind(answers):
-    for num_steps in (1, 2, 7, 20):
+    for num_steps in (1, 2, 14):  # in the first pass, in the middle, in the second canvas
         batch = driver()
-        batch.submit(*requests()[:3])
+        batch.submit(*requests()[2:4])
         for _ in range(num_steps):
             batch.step()
-        batch.abort("r0")
-        batch.run()
-        assert batch.outputs["r0"][-1].finish_reason == "abort"
-        assert all(batch.tokens(name) == answers[name] for name in ("r1", "r2"))
+        batch.abort("r2")
+        while batch.step():
+            pass
+        batch.check_empty()
+        assert batch.outputs["r2"][-1].finish_reason == "abort"
+        assert batch.tokens("r3") == answers["r3"]
 
 
 def test_a_lost_engine_s_canvases_begin_anew_elsewhere(answers):
     batch = driver(2)
-    batch.submit(*requests()[:4])
-    for _ in range(30):
+    batch.submit(*requests()[2:])
+    for _ in range(10):
         batch.step()
     assert batch.engines["engine-0"].stats()["num_running"]
     batch.lose("engine-0")
     batch.bring_back("engine-0")
     batch.run()
-    assert all(batch.tokens(f"r{at}") == answers[f"r{at}"] for at in range(4))
+    assert all(batch.tokens(f"r{at}") == answers[f"r{at}"] for at in (2, 3, 4))
 
 
 def test_what_requests_share_of_their_prompt_is_computed_once(answers):
@@ -143,10 +145,10 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(answers):
             return logits.masked_fill(torch.tensor(self.calls == 8), torch.nan)
 
     batch = driver(model=Poisoned(served().model))
-    batch.run(*requests()[:3])
-    failed = [name for name in ("r0", "r1", "r2") if batch.outputs[name][-1].finish_reason == "error"]
+    batch.run(*requests()[3:])
+    failed = [name for name in ("r3", "r4") if batch.outputs[name][-1].finish_reason == "error"]
     assert len(failed) == 1 and "NaN" in batch.outputs[failed[0]][-1].error
-    for name in {"r0", "r1", "r2"} - set(failed):
+    for name in {"r3", "r4"} - set(failed):
         assert batch.tokens(name) == answers[name]
 
 

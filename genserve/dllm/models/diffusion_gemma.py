@@ -116,16 +116,24 @@ def build(checkpoint: Checkpoint, parts: Parts) -> Built:
     try:
         with quiet_transformers():
             model, report = DiffusionGemmaForBlockDiffusion.from_pretrained(
-                checkpoint.folder, dtype=parts.dtype, output_loading_info=True, local_files_only=True
+                checkpoint.folder,
+                dtype=parts.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported
+                local_files_only=True,
             )
         model.to(parts.device)
     except Exception as error:  # transformers raises anything here; the cause is kept
         raise checkpoint.error(f"{type(error).__name__}: {error}") from error
+    for name, stored, wanted in report["mismatched_keys"]:
+        raise checkpoint.error(
+            f"tensor {name!r} has shape {list(stored)}; the config asks for {list(wanted)}"
+        )
     for complaint, names in (("has no", "missing_keys"), ("has no place for", "unexpected_keys")):
         if report[names]:
-            raise checkpoint.error(
-                f"{complaint} tensor {sorted(report[names])[0]!r}, and {len(report[names])} in all"
-            )
+            first, *others = sorted(report[names])
+            more = f", nor {len(others)} more" if others else ""
+            raise checkpoint.error(f"{complaint} tensor {first!r}{more}")
     checkpoint.ignore_all()
     return take_over(model, checkpoint.name, parts.team)
 
