@@ -141,14 +141,14 @@ def _load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     folder = checkpoint.folder
     if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2TokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
     # Some folders name a class that only their own code has; its files are an ordinary BPE.
     kinds: list[Any] = [AutoTokenizer]
     if (folder / "tokenizer.json").is_file():
         kinds.append(PreTrainedTokenizerFast)
     elif (folder / "merges.txt").is_file():
-        kinds.append(Qwen2TokenizerFast)
+        kinds.append(Qwen2Tokenizer)
     reasons = []
     with quiet_transformers():
         for kind in kinds:

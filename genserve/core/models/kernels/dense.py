@@ -189,10 +189,8 @@ class DenseLayer:
         num_heads, num_kv_heads, head_dim = heads
         self._modules = modules  # keeps the memory that the addresses point to
         linears = (qkv, out, mlp.gate_up, mlp.down)
-        at: list[int] = []
-        for linear in linears:
-            at += [linear.panels.data_ptr(), linear.panels.itemsize]
-        self._weights = _Weights(*at, norm.weight.data_ptr(), mlp_norm.weight.data_ptr())
+        at = [value for each in linears for value in (each.panels.data_ptr(), each.panels.itemsize)]
+        self._weights = _Weights._make([*at, norm.weight.data_ptr(), mlp_norm.weight.data_ptr()])
         self._sizes = _Sizes(
             qkv.in_features,
             out.in_features,

@@ -10,6 +10,8 @@ import math
 import numpy as np
 from numba import njit
 
+from genserve.core.models.kernels.vector_ir import LANES, rotate_16
+
 
 @njit(nogil=True, cache=True, boundscheck=False)
 def norm_heads(rows, first_head, last_head, head_dim, weight, eps):
@@ -31,16 +33,24 @@ def rotate_heads(rows, num_heads, head_dim, positions, cos, sin):
 
     Pairs are (j, j + half) inside the first 2 * half dims of a head; cos, sin [position, half].
     """
-    half = cos.shape[1]
+    half, width = cos.shape[1], rows.shape[1]
+    at_rows = np.int64(rows.ctypes.data)
+    at_cos, at_sin = np.int64(cos.ctypes.data), np.int64(sin.ctypes.data)
     for row in range(rows.shape[0]):
         position = positions[row]
         for head in range(num_heads):
             at = head * head_dim
-            for j in range(half):
+            j = 0
+            while j + LANES <= half:
+                first, angle = at_rows + 4 * (row * width + at + j), 4 * (position * half + j)
+                rotate_16(first, first + 4 * half, at_cos + angle, at_sin + angle)
+                j += LANES
+            while j < half:
                 a, b = rows[row, at + j], rows[row, at + half + j]
                 c, s = cos[position, j], sin[position, j]
                 rows[row, at + j] = a * c - b * s
                 rows[row, at + half + j] = b * c + a * s
+                j += 1
 
 
 @njit(nogil=True, cache=True, boundscheck=False)

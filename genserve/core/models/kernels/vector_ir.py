@@ -149,6 +149,18 @@ def exp2_16(context, values, scale, shift, total):
 
 
 @intrinsic
+def rotate_16(context, first, second, cos, sin):
+    """first, second = first * cos - second * sin, second * cos + first * sin."""
+
+    def body(builder, first, second, cos, sin):
+        a, b, c, s = (_load(builder, each) for each in (first, second, cos, sin))
+        _store(builder, builder.fsub(builder.fmul(a, c), builder.fmul(b, s)), first)
+        _store(builder, builder.fadd(builder.fmul(b, c), builder.fmul(a, s)), second)
+
+    return _void(4, body)
+
+
+@intrinsic
 def silu_mul_16(context, gate, up, out):
     """out = gate / (1 + exp(-gate)) * up."""
 
