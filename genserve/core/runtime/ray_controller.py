@@ -183,7 +183,12 @@ class RemoteController:
         bodies, self._bodies = self._bodies, []
         if self._actor is None or not bodies:
             return
-        posted = self._actor.post.remote(self._num_batches, bodies)
+        try:
+            posted = self._actor.post.remote(self._num_batches, bodies)
+        except Exception:  # something in it cannot be sent
+            logger.exception("messages for %s could not be sent", self.name)
+            ray.kill(self._actor)
+            return
         self._num_batches += 1
         task = self._aio.create_task(self._posted(posted, self._actor))
         self._tasks.add(task)
