@@ -115,7 +115,7 @@ class Engine:
 
     def __init__(self, folder: Path, concurrency: int, num_threads: int) -> None:
         from genserve.dllm.config import DllmConfig
-        from genserve.dllm.serve import build_parts
+        from genserve.dllm.serve import assemble, load
 
         self.config = DllmConfig(
             model=str(folder),
@@ -125,7 +125,7 @@ class Engine:
             max_queued_requests=4096,
             budget_tokens=1024,
         )
-        self.parts = build_parts(self.config)
+        self.parts = assemble(self.config, load(self.config))
         self.aio = asyncio.new_event_loop()
         self.num_forwards = 0
 

@@ -72,12 +72,14 @@ def offline(
             summary_table(f"{model} in process, workload {requests.name}", [(label, summary)], None)
         )
         stats, busy_s = result.engine, max(result.cpu_s, 1e-9)
+        others = {"num_steps": "steps", "num_passes": "passes", "num_preemptions": "preemptions"}
+        others |= {"num_cached_tokens": "cached prompt tokens"}
+        told = ", ".join(f"{stats[name]:,.0f} {text}" for name, text in others.items() if name in stats)
         console.print(
             f"{result.duration_s:.2f} s, {result.cpu_s:.2f} CPU seconds: "
             f"{summary.total_tokens_per_s:,.1f} tokens/s with prompts, "
             f"{summary.num_output_tokens / busy_s:,.1f} output tokens per CPU second; "
-            f"{stats['num_steps']:,.0f} steps, {stats['num_preemptions']:,.0f} preemptions, "
-            f"{stats['num_cached_tokens']:,.0f} cached prompt tokens"
+            f"{told}"
         )
     if summary.num_ok < summary.num_requests:
         typer.echo(f"Error: requests ended as {summary.outcomes}", err=True)

@@ -63,7 +63,34 @@ Seed: TypeAlias = Annotated[
     int | None, typer.Option(help="Of the sampling; the same seed gives the same text.")
 ]
 Stop: TypeAlias = Annotated[list[str] | None, typer.Option(help="Ends the text; repeat for several.")]
+Options: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="Of diffusion models, e.g. cache=none or block_length=16; repeat for several.",
+    ),
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def parsed(options: list[str] | None) -> dict[str, Any]:
+    """`KEY=VALUE` options with their values read as YAML; `ConfigError` for other forms."""
+    import yaml
+
+    from genserve.core.errors import ConfigError
+
+    found: dict[str, Any] = {}
+    for option in options or ():
+        key, separator, text = option.partition("=")
+        try:
+            found[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--option {option}: the value is not YAML") from error
+        if not separator or not key:
+            raise ConfigError(f"--option {option}: expected KEY=VALUE")
+    return found
 
 
 def given(**options: Any) -> dict[str, Any]:

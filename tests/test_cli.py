@@ -252,7 +252,7 @@ class Server:
     """`genserve serve` in a process of its own, ready."""
 
     def __init__(self, *options: str, **env: str) -> None:
-        self.errors = tempfile.TemporaryFile("w+")
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
         self.process = subprocess.Popen(
             [*COMMAND, "serve", "--port", "0", *options],
             stdout=subprocess.PIPE,

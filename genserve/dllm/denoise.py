@@ -61,6 +61,15 @@ class Proposals(NamedTuple):
     entropies: list[float]
     errors: list[str | None]
 
+    def rows(self, first: int, last: int) -> Proposals:
+        return Proposals(
+            self.token_ids[first:last],
+            self.confidences[first:last],
+            self.margins[first:last],
+            self.entropies[first:last],
+            self.errors[first:last],
+        )
+
 
 def guided(conditional_RV: Tensor, unconditional_RV: Tensor, scales_R: Tensor) -> Tensor:
     """Classifier-free guidance: u + (w + 1)(c - u)."""

@@ -362,9 +362,11 @@ class Dispatcher:
     ) -> None:
         """Stream what has become the committed prefix, and end the request with its answer."""
         canvas, first = request.canvas, request.canvas.prompt_len
-        end, stop = min(canvas.settled_end(), request.limit), canvas.first_stop
-        stopped = stop is not None and stop < request.limit
-        if stopped:
+        end = min(canvas.settled_end(), request.limit)
+        stop = canvas.first_stop
+        if stop is not None and stop >= request.limit:
+            stop = None
+        if stop is not None:
             end = min(end, stop + 1)
         if request.params.editing_threshold is not None and not ended:
             end = min(end, request.block.start)
@@ -388,8 +390,8 @@ class Dispatcher:
                 request.request_id,
                 token_ids,
                 self._take_logprobs(request, start, token_ids),
-                finish_reason=None if not ended else "stop" if stopped else "length",
-                stop_token_id=canvas.ids[stop] if ended and stopped else None,
+                finish_reason=None if not ended else "length" if stop is None else "stop",
+                stop_token_id=canvas.ids[stop] if ended and stop is not None else None,
                 num_cached_tokens=request.num_cached,
                 unmasked=unmasked,
             )
@@ -405,12 +407,8 @@ class Dispatcher:
         if request.sampling.logprobs is None:
             return ()
         # What was given (pinned) was certain.
-        return tuple(
-            [
-                request.logprobs.pop(start + index, None) or TokenLogprobs(token_id, 0.0)
-                for index, token_id in enumerate(token_ids)
-            ]
-        )
+        certain = [TokenLogprobs(token_id, 0.0) for token_id in token_ids]
+        return tuple([request.logprobs.pop(at, given) for at, given in enumerate(certain, start)])
 
     def _abandon(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """End a request on its client's or its deadline's behalf, wherever it is. Unknown ids are ignored."""

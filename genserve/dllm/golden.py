@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from genserve.core.models.attention.batch import PagedBatch
 from genserve.core.models.attention.cpu import CpuAttention
 from genserve.dllm.denoise import Proposable, RowOptions, propose
 from genserve.dllm.golden_cases import Inexpressible, Replay, recorded_noise, replay_of
-from genserve.dllm.models.interface import LoadedDiffusionModel
+from genserve.dllm.models.interface import DiffusionModel, LoadedDiffusionModel
 from genserve.dllm.request import Unmasking
 from genserve.dllm.step import STEP, StepArgs
 from genserve.dllm.unmasking import Candidate, Share, choose
@@ -222,6 +222,7 @@ def _compare_logits(folder: Path, path: Path) -> list[str]:
     # The mask token only says what is never proposed; these are raw logits.
     loaded = _load(folder / "checkpoints" / path.stem, 0)
     block_length = int(want["block_length"]) if "block_length" in want else None
+    model = cast(DiffusionModel, loaded.model)
     length = max(len(want["ids"]), len(want.get("long_ids", ())))
     num_pages = -(-length // PAGE_TOKENS)
     backend = CpuAttention(loaded.model.layer_specs, num_pages, torch.float32)
@@ -231,12 +232,12 @@ def _compare_logits(folder: Path, path: Path) -> list[str]:
         ends = visible_ends(np.arange(start, end), len(ids), block_length)
         batch = PagedBatch.pack([(0, start, end - start)], table, ends)
         with torch.inference_mode():
-            hidden = loaded.model.hidden(
+            hidden = model.hidden(
                 ids[start:end].long(),
                 torch.from_numpy(batch.positions_T),
                 PagedContext(backend, batch),
             )
-            return loaded.model.logits(hidden).float()
+            return model.logits(hidden).float()
 
     found = {}
     ids = want["ids"]

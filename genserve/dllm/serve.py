@@ -270,7 +270,7 @@ async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[EngineCl
                 reply_to=(DISPATCHER,),
                 lost=partial(EngineLost, name),
                 back=partial(EngineBack, name),
-                options={"num_gpus": 1} if config.device == "cuda" else {},
+                options=_gpu_share(config),
             )
         )
         for name in names
@@ -294,6 +294,20 @@ async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[EngineCl
     return engine, described
 
 
+def _check_tokenizer(config: DllmConfig, hf_tokenizer: Any) -> None:
+    if hf_tokenizer is None:
+        raise ConfigError(f"{config.model}: a model without a tokenizer cannot be served as text")
+
+
+def _gpu_share(config: DllmConfig) -> dict[str, float]:
+    """Options of one worker's actor: a GPU of its own, or its share if there are fewer than workers."""
+    import torch
+
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return {}
+    return {"num_gpus": min(1.0, torch.cuda.device_count() / config.num_workers)}
+
+
 async def start_served(config: DllmConfig, on_progress: Progress | None = None) -> ServedModel:
     """Start the workers where `config.executor` says and present the model to a server or to the library."""
     from genserve.core.runtime.completion import Completer
@@ -304,20 +318,20 @@ async def start_served(config: DllmConfig, on_progress: Progress | None = None) 
     if config.executor == "ray":
         from genserve.core.models.source import resolve
 
-        resolve(config.model)
+        source = resolve(config.model)  # before the imports that take seconds
         from genserve.core.models.fetch import FetchProgress
-        from genserve.core.models.loading import load_tokenizer
+        from genserve.dllm.models.registry import load_diffusion_tokenizer
 
-        hf_tokenizer: Any = await aio.run_in_executor(None, load_tokenizer, config.model, on_progress)
         if on_progress is not None:
-            on_progress(FetchProgress(config.model, "load"))
+            on_progress(FetchProgress(source.name, "load"))
+        hf_tokenizer: Any = await aio.run_in_executor(None, load_diffusion_tokenizer, source)
+        _check_tokenizer(config, hf_tokenizer)
         recorder = Recorder()
         engine, described = await start_remote(config, recorder)
     else:
         loaded = await aio.run_in_executor(None, load, config, on_progress)
         hf_tokenizer = loaded.tokenizer
-        if hf_tokenizer is None:
-            raise ConfigError(f"{config.model}: a model without a tokenizer cannot be served as text")
+        _check_tokenizer(config, hf_tokenizer)
         parts = await aio.run_in_executor(None, assemble, config, loaded)
         engine, described, recorder = await start_local(parts), parts.described, parts.recorder
     tokenizer = Tokenizer(hf_tokenizer)

@@ -48,9 +48,9 @@ class BlockState:
 
 
 class Share(NamedTuple):
-    """What a pass may commit by schedule: `count` positions, or each with probability `chance`."""
+    """What a pass may commit by schedule: `num` positions, or each with probability `chance`."""
 
-    count: int | None = None
+    num: int | None = None
     chance: float | None = None
 
 
@@ -116,7 +116,7 @@ def next_pass(
         # While fewer than one position is due nothing is: don't count through those passes.
         num_steps = _num_steps(rule, block)
         number = max(number, min(num_steps - 1, int(num_steps / (1 - rule.eps)) - num_open - 2))
-    while share(rule, block, number, num_open).count == 0:
+    while share(rule, block, number, num_open).num == 0:
         number += 1
     return number
 
@@ -126,13 +126,13 @@ def choose(rule: Unmasking, due: Share, candidates: Sequence[Candidate]) -> list
 
     With candidates and a share that is not 0 there is at least one (`independent` rules aside).
     """
-    if not candidates or due.count == 0:
+    if not candidates or due.num == 0:
         return []
     kind = rule.kind
     if due.chance is not None:
         return [c.position for c in candidates if _f32(c.noise) < due.chance]
     if kind == "sequential":
-        return [c.position for c in candidates[: due.count]]
+        return [c.position for c in candidates[: due.num]]
     ranked = sorted(candidates, key=_SCORES[kind], reverse=True)  # stable: ties stay in position order
     if kind == "threshold":
         num = _num_sure(rule, due, ranked)
@@ -141,7 +141,7 @@ def choose(rule: Unmasking, due: Share, candidates: Sequence[Candidate]) -> list
     elif kind == "entropy_bound":
         num = _num_bounded(rule, ranked)
     else:
-        num = len(ranked) if due.count is None else due.count
+        num = len(ranked) if due.num is None else due.num
     return sorted(c.position for c in ranked[:num])
 
 
@@ -166,11 +166,11 @@ _SCORES: dict[str, Callable[[Candidate], float]] = {
 
 def _num_sure(rule: Unmasking, due: Share, ranked: list[Candidate]) -> int:
     most, least = len(ranked), rule.min_commits
-    if due.count is not None:
+    if due.num is not None:
         if rule.steps_bound == "most":
-            most = min(most, due.count)
+            most = min(most, due.num)
         else:
-            least = due.count
+            least = due.num
     num = 0
     for candidate in ranked[:most]:
         sure = candidate.confidence

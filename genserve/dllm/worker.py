@@ -8,7 +8,7 @@ the engine's choice; which of the open positions they predict are committed is d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from genserve.dllm.denoise import (
     logits_chunks,
     propose_rows,
 )
-from genserve.dllm.models.interface import LoadedDiffusionModel
-from genserve.dllm.request import DiffusionParams
+from genserve.dllm.models.interface import DiffusionModel, LoadedDiffusionModel
+from genserve.dllm.request import CacheMode, DiffusionParams
 from genserve.dllm.step import STEP, Admit, Commit, Denoised, Pass, StepArgs, StepResult
 from genserve.dllm.unmasking import (
     BlockState,
@@ -129,7 +129,7 @@ class DllmWorker:
         logits_budget_bytes: int = LOGITS_BUDGET_BYTES,
     ) -> None:
         self._loaded = loaded
-        self._model = loaded.model
+        self._model = cast(DiffusionModel, loaded.model)
         self._backend = backend
         self._slots: list[_Slot | None] = [None] * num_slots
         # Rows from `num_slots` on belong to the unconditional canvases.
@@ -143,7 +143,7 @@ class DllmWorker:
 
     def warm_up(self) -> None:
         """Denoise two tokens and forget them: the first request must not wait for compilers."""
-        cache = "block" if self._loaded.family == "block_causal" else "none"
+        cache: CacheMode = "block" if self._loaded.family == "block_causal" else "none"
         params = DiffusionParams(cache=cache, block_length=4)
         admit = Admit(0, "warm-up", (0, 0, OPEN, OPEN), 2, 4, SamplingParams(temperature=0), params)
         block = (0, 0 if cache == "block" else 2, 4)
@@ -201,7 +201,7 @@ class DllmWorker:
             last = first + len(work.rows)
             one = passes[work.at]
             try:
-                part = Proposals(*(column[first:last] for column in proposals))
+                part = proposals.rows(first, last)
                 results[work.at] = self._commit(one, work, part, hidden_TH)
             except Exception as error:
                 results[work.at] = self._failed(one, error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from genserve.core.errors import InvalidRequest
 from genserve.core.runtime.choice import CompletionRequest
@@ -234,3 +236,38 @@ def test_an_engine_without_options_refuses_them():
     for fields in ({"options": {"cache": "dual"}}, {"include_unmasking": True}):
         with pytest.raises(InvalidRequest, match=f"{next(iter(fields))}: is not supported"):
             Completer(engine, TOKENIZER).prepare(CompletionRequest("r", PROMPT, **fields))
+
+
+leaves = st.one_of(
+    *(st.none(), st.booleans(), st.integers(-2, 40), st.integers(), st.floats()),
+    *(st.sampled_from(["quota", "threshold", "dual", "none", "linear", "x", "\ud800"]), st.just(10**30)),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["kind", "steps", "threshold", "position", "text", "token_ids"]), inner
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    options=st.dictionaries(st.sampled_from([*DiffusionOptions.model_fields, "x"]), values, max_size=3),
+    family=st.sampled_from(["bidirectional", "block_causal", "canvas"]),
+)
+def test_any_values_are_served_or_refused_by_the_name_of_a_field(options, family):
+    refused = None
+    try:
+        found = prepared(options, family=family)
+    except InvalidRequest as error:
+        refused = error
+    if refused is None:
+        assert isinstance(found.options, DiffusionParams) and "x" not in options
+        return
+    named = refused.field.split(".")[0].split("[")[0]
+    assert named in {*options, "prompt"} or (named in ("threshold", "steps") and "unmasking" in options)
+    assert refused.message and len(str(refused)) < 500

@@ -15,6 +15,7 @@ from genserve.core.errors import ConfigError
 from genserve.core.models.tiny import make_tiny_folder
 from genserve.dllm.config import DllmConfig
 from genserve.dllm.models.tiny import write_tiny
+from genserve.dllm.models.tiny_canvas import write_tiny_diffusion_gemma
 from genserve.dllm.serve import start_served
 
 from .served import Served
@@ -290,4 +291,21 @@ def test_block_causal_models_are_served_too(tmp_path):
             with pytest.raises(openai.BadRequestError) as refused:
                 server.complete(**fields)
             assert refused.value.param == next(iter(fields))
+        assert server.settled()
+
+
+def test_renoised_canvases_are_served_too(tmp_path):
+    folder = str(write_tiny_diffusion_gemma(tmp_path / "gemma"))
+    with Served((folder, {"max_context_tokens": 128})) as server:
+        fields = {"max_tokens": 21, "seed": 4, "steps": 6}
+        whole = server.complete(**fields)
+        options = {"include_unmasking": True}
+        chunks = list(server.complete(stream=True, stream_options=options, **fields))
+        assert "".join(map(text_of, chunks)) == whole.choices[0].text
+        events = [event for chunk in chunks for event in getattr(chunk.choices[0], "unmasked", None) or []]
+        assert len(events) >= whole.usage.completion_tokens
+        for field, value in (("cache", "none"), ("suffix", "x"), ("block_length", 8), ("logprobs", 1)):
+            with pytest.raises(openai.BadRequestError) as refused:
+                server.complete(**{field: value})
+            assert refused.value.param == field
         assert server.settled()

@@ -174,10 +174,10 @@ class GroupRouter(nn.Module):
         scores_TE = logits_TE.sigmoid()
         ranks_TGS = (scores_TE + self._bias_E).unflatten(1, (self._num_groups, -1))
         group_ranks_TG = ranks_TGS.topk(min(2, ranks_TGS.shape[2]), dim=2).values.sum(2)
-        dropped_TG = group_ranks_TG.sort(1, descending=True, stable=True).indices[:, self._num_kept :]
+        dropped_TG = group_ranks_TG.sort(dim=1, descending=True, stable=True).indices[:, self._num_kept :]
         hidden_TG = torch.zeros_like(group_ranks_TG, dtype=torch.bool).scatter_(1, dropped_TG, True)
         ranks_TE = ranks_TGS.masked_fill(hidden_TG[:, :, None], -torch.inf).flatten(1)
-        chosen_TK = ranks_TE.sort(1, descending=True, stable=True).indices[:, : self._num_chosen]
+        chosen_TK = ranks_TE.sort(dim=1, descending=True, stable=True).indices[:, : self._num_chosen]
         weights_TK = scores_TE.gather(1, chosen_TK)
         if self._num_chosen > 1:
             weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + 1e-20)

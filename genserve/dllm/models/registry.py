@@ -93,6 +93,13 @@ def load_diffusion_model(
     )
 
 
+def load_diffusion_tokenizer(source: ModelSource | str) -> PreTrainedTokenizerBase | None:
+    """Only the tokenizer of a checkpoint, for a front end whose workers are in other processes."""
+    if isinstance(source, str):
+        source = resolve(source)
+    return _load_tokenizer(Checkpoint(_folder(source), source.name))
+
+
 def _folder(source: ModelSource) -> Path:
     if source.kind == "folder":
         return Path(source.location)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from genserve.core.models.attention.backend import AttentionRule, PagedContext
+from genserve.core.models.kernels.dense import NO_HEAD_NORMS, DenseLayer, HeadNormWeights
 from genserve.core.models.kernels.heads import norm_heads, rotate_heads
 from genserve.core.models.layers import LayerSpec
 
@@ -56,6 +57,10 @@ class Rotary:
         self._device = device
         self.cos = self.sin = torch.empty(0, dims // 2, device=device)
 
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both tables of a CPU."""
+        return self.cos.numpy(), self.sin.numpy()
+
     def reserve(self, num_positions: int) -> None:
         """Make rows for at least so many positions; those that exist stay as they are."""
         while len(self.cos) < num_positions:
@@ -88,51 +93,61 @@ class Attention(nn.Module):
         norms: HeadNorms | None = None,
     ) -> None:
         super().__init__()
-        spec = shape.layer_spec
-        self._index, self._spec, self._norms, self._rotary = index, spec, norms, rotary
-        self._rule = AttentionRule(spec.scaling)
+        self._index, self._norms, self.rotary = index, norms, rotary
+        self.spec = shape.layer_spec
+        self._rule = AttentionRule(self.spec.scaling)
         self.qkv, self.out = qkv, out
+        self.head_norms = NO_HEAD_NORMS
+        if norms is not None and norms.query.dtype is torch.float32 and norms.query.device.type == "cpu":
+            self.head_norms = HeadNormWeights(norms.query.numpy(), norms.key.numpy(), np.float32(norms.eps))
 
     def forward(self, x_TH: Tensor, positions_T: Tensor, paged: PagedContext) -> Tensor:
-        spec = self._spec
-        num_queries, num_rotated = spec.num_heads, spec.num_heads + spec.num_kv_heads
         qkv = self.qkv(x_TH)
-        heads = qkv.view(len(x_TH), num_rotated + spec.num_kv_heads, spec.head_dim)
         if qkv.dtype is torch.float32 and qkv.device.type == "cpu":
             self._place_in_place(qkv.numpy(), positions_T.numpy())
         else:
-            heads = torch.cat([self._placed(heads[:, :num_rotated], positions_T), heads[:, num_rotated:]], 1)
-        backend, batch = paged.backend, paged.batch
-        backend.write(self._index, heads[:, num_queries:num_rotated], heads[:, num_rotated:], batch)
-        out_TQD = backend.attend(self._index, heads[:, :num_queries], batch, self._rule)
-        return self.out(out_TQD.reshape(len(x_TH), -1))
+            qkv = self._placed(qkv, positions_T)
+        return self.out(self.attend(qkv, paged))
+
+    def attend(self, qkv: Tensor, paged: PagedContext) -> Tensor:
+        """Write the KV of rows whose heads are normed and rotated, and attend: [T, Q * D], contiguous."""
+        num_rows, spec = len(qkv), self.spec
+        queries, rotated = spec.num_heads, spec.num_heads + spec.num_kv_heads
+        heads = qkv.view(num_rows, rotated + spec.num_kv_heads, spec.head_dim)
+        paged.backend.write(self._index, heads[:, queries:rotated], heads[:, rotated:], paged.batch)
+        return paged.backend.attend(self._index, heads[:, :queries], paged.batch, self._rule).reshape(
+            num_rows, -1
+        )
 
     def _place_in_place(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Norm and rotate the query and key heads of float32 rows."""
-        spec, norms = self._spec, self._norms
+        spec, norms = self.spec, self.head_norms
         queries, rotated, dim = spec.num_heads, spec.num_heads + spec.num_kv_heads, spec.head_dim
-        if norms is not None:
-            eps = np.float32(norms.eps)
-            norm_heads(rows, 0, queries, dim, norms.query.numpy(), eps)
-            norm_heads(rows, queries, rotated, dim, norms.key.numpy(), eps)
-        rotate_heads(rows, rotated, dim, positions, self._rotary.cos.numpy(), self._rotary.sin.numpy())
+        if norms is not NO_HEAD_NORMS:
+            norm_heads(rows, 0, queries, dim, norms.query, norms.eps)
+            norm_heads(rows, queries, rotated, dim, norms.key, norms.eps)
+        rotate_heads(rows, rotated, dim, positions, *self.rotary.arrays())
 
-    def _placed(self, heads: Tensor, positions_T: Tensor) -> Tensor:
+    def _placed(self, qkv: Tensor, positions_T: Tensor) -> Tensor:
         """The same in torch, for other types and devices; float32 inside."""
+        spec = self.spec
+        rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        heads = qkv[:, :rotated].unflatten(1, (-1, spec.head_dim))
         wide = heads.float()
         if self._norms is not None:
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._norms.eps)
             weight = torch.cat(
                 [
-                    self._norms.query.expand(self._spec.num_heads, -1),
-                    self._norms.key.expand(self._spec.num_kv_heads, -1),
+                    self._norms.query.expand(spec.num_heads, -1),
+                    self._norms.key.expand(spec.num_kv_heads, -1),
                 ]
             )
             wide = (wide.to(heads.dtype) * weight).float()
-        cos, sin = self._rotary.cos[positions_T, None], self._rotary.sin[positions_T, None]
+        cos, sin = self.rotary.cos[positions_T, None], self.rotary.sin[positions_T, None]
         half = cos.shape[-1]
         a, b, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(heads.dtype)
+        placed = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(heads.dtype)
+        return torch.cat([placed.flatten(1), qkv[:, rotated:]], 1)
 
 
 class MixtureMlp(nn.Module):
@@ -153,9 +168,20 @@ class Layer(nn.Module):
     def __init__(self, norm: nn.Module, attention: Attention, mlp_norm: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.norm, self.attention, self.mlp_norm, self.mlp = norm, attention, mlp_norm, mlp
+        spec = attention.spec
+        heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._dense = DenseLayer.of(
+            norm, attention.qkv, attention.out, mlp_norm, mlp, heads, attention.head_norms
+        )
 
     def forward(self, x_TH: Tensor, positions_T: Tensor, paged: PagedContext) -> Tensor:
-        x_TH = x_TH + self.attention(self.norm(x_TH), positions_T, paged)
+        """The layer's output; `x_TH` may be overwritten by it."""
+        attention, dense = self.attention, self._dense
+        if dense is not None and dense.suits(len(x_TH)):
+            qkv = dense.project_heads(x_TH, positions_T.numpy(), *attention.rotary.arrays())
+            dense.finish(x_TH, attention.attend(qkv, paged))
+            return x_TH
+        x_TH = x_TH + attention(self.norm(x_TH), positions_T, paged)
         return x_TH + self.mlp(self.mlp_norm(x_TH))
 
 

@@ -24,15 +24,15 @@ class RmsNorm(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
-        self._weight = weight.detach().clone().contiguous()
-        self._eps = np.float32(eps)
+        self.weight = weight.detach().clone().contiguous()
+        self.eps = np.float32(eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         width = x.shape[-1]
         rms_norm_rows(
-            x.data_ptr(), self._weight.data_ptr(), self._eps, out.data_ptr(), x.numel() // width, width
+            x.data_ptr(), self.weight.data_ptr(), self.eps, out.data_ptr(), x.numel() // width, width
         )
         return out
 
@@ -46,11 +46,11 @@ class GatedMlp(torch.nn.Module):
         super().__init__()
         biases = [layer.bias for layer in (gate, up)]
         bias = None if biases[0] is None or biases[1] is None else torch.cat([b.detach() for b in biases])
-        self._gate_up = PackedLinear(torch.cat([gate.weight.detach(), up.weight.detach()]), bias, team)
-        self._down = PackedLinear(down.weight.detach(), down.bias, team)
+        self.gate_up = PackedLinear(torch.cat([gate.weight.detach(), up.weight.detach()]), bias, team)
+        self.down = PackedLinear(down.weight.detach(), down.bias, team)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(_silu_mul(self._gate_up(x)))
+        return self.down(_silu_mul(self.gate_up(x)))
 
 
 def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
