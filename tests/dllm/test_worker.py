@@ -257,7 +257,7 @@ def test_a_request_with_nan_logits_fails_alone_and_its_pages_can_be_used_again(m
                 for row in rows:
                     one = type(batch)(
                         batch.spans, slots[row : row + 1], batch.positions_T[row : row + 1],
-                        batch.ends_T[row : row + 1], batch.page_table,
+                        batch.ends_T[row : row + 1], batch.anchors_T[row : row + 1], batch.page_table,
                     )  # fmt: skip
                     nan = torch.full((1, spec.num_kv_heads, spec.head_dim), math.nan)
                     paged.backend.write(layer, nan, nan, one)

@@ -125,7 +125,7 @@ def build(checkpoint: Checkpoint, parts: Parts) -> Built:
         model.to(parts.device)
     except Exception as error:  # transformers raises anything here; the cause is kept
         raise checkpoint.error(f"{type(error).__name__}: {error}") from error
-    for name, stored, wanted in report["mismatched_keys"]:
+    for name, stored, wanted in sorted(report["mismatched_keys"]):
         raise checkpoint.error(
             f"tensor {name!r} has shape {list(stored)}; the config asks for {list(wanted)}"
         )
