@@ -12,12 +12,12 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from genserve.ar.llm import LLM, AsyncLLM
     from genserve.core.types import SamplingParams
+    from genserve.llm import LLM, AsyncLLM
 
 _EXPORTS = {
-    "LLM": "genserve.ar.llm",
-    "AsyncLLM": "genserve.ar.llm",
+    "LLM": "genserve.llm",
+    "AsyncLLM": "genserve.llm",
     "SamplingParams": "genserve.core.types",
 }
 

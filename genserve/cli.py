@@ -85,10 +85,13 @@ def models(as_json: opt.Json = False) -> None:
         table.add_row("what", model.description)
         table.add_row("source", model.source)
         table.add_row("licence", model.licence)
-        table.add_row(
-            "size", f"{model.download_bytes / 1e6:.0f} MB down, {model.disk_bytes / 1e6:.0f} MB on disk"
-        )
-        table.add_row("cached", model.folder if model.cached else "no: fetched on first use")
+        if model.packaged:
+            table.add_row("size", f"{model.disk_bytes / 1e6:.0f} MB, packaged: nothing to fetch")
+        else:
+            table.add_row(
+                "size", f"{model.download_bytes / 1e6:.0f} MB down, {model.disk_bytes / 1e6:.0f} MB on disk"
+            )
+            table.add_row("cached", model.folder if model.cached else "no: fetched on first use")
         console.print(table)
 
 

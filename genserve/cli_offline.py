@@ -10,8 +10,8 @@ import typer
 from genserve import cli_options as opt
 
 if TYPE_CHECKING:
-    from genserve.ar.offline import OfflineResult
     from genserve.core.workload.workload import Workload
+    from genserve.offline import OfflineResult
 
 
 def offline(
@@ -55,7 +55,7 @@ def offline(
         budget_tokens=budget_tokens,
         executor=executor,
     )
-    result = _run(model.removeprefix("ar:"), options, requests, concurrency)
+    result = _run(model, options, requests, concurrency)
     summary = summarize(result.timelines, duration_s=result.duration_s)
     if as_json:
         engine = {"cpu_s": result.cpu_s, "engine": dict(result.engine)}
@@ -72,12 +72,14 @@ def offline(
             summary_table(f"{model} in process, workload {requests.name}", [(label, summary)], None)
         )
         stats, busy_s = result.engine, max(result.cpu_s, 1e-9)
+        others = {"num_steps": "steps", "num_passes": "passes", "num_preemptions": "preemptions"}
+        others |= {"num_cached_tokens": "cached prompt tokens"}
+        told = ", ".join(f"{stats[name]:,.0f} {text}" for name, text in others.items() if name in stats)
         console.print(
             f"{result.duration_s:.2f} s, {result.cpu_s:.2f} CPU seconds: "
             f"{summary.total_tokens_per_s:,.1f} tokens/s with prompts, "
             f"{summary.num_output_tokens / busy_s:,.1f} output tokens per CPU second; "
-            f"{stats['num_steps']:,.0f} steps, {stats['num_preemptions']:,.0f} preemptions, "
-            f"{stats['num_cached_tokens']:,.0f} cached prompt tokens"
+            f"{told}"
         )
     if summary.num_ok < summary.num_requests:
         typer.echo(f"Error: requests ended as {summary.outcomes}", err=True)
@@ -88,10 +90,10 @@ def _run(model: str, options: dict[str, Any], workload: Workload, concurrency: i
     from rich.console import Console
     from rich.progress import Progress
 
-    from genserve.ar.llm import AsyncLLM
-    from genserve.ar.offline import run_offline
     from genserve.cli_progress import LoadProgress
     from genserve.core.server.run import run
+    from genserve.llm import AsyncLLM
+    from genserve.offline import run_offline
 
     async def measure() -> OfflineResult:
         with LoadProgress() as loading:

@@ -13,7 +13,10 @@ Model: TypeAlias = Annotated[str, typer.Option("--model", "-m", help=f"{_MODEL}.
 Models: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--model", "-m", metavar="[NAME=][FAMILY:]MODEL", help=f"{_MODEL}; repeat for several. Family: ar."
+        "--model",
+        "-m",
+        metavar="[NAME=][FAMILY:]MODEL",
+        help=f"{_MODEL}; repeat for several. Families: ar, dllm; by default the model tells its own.",
     ),
 ]
 ConfigFile: TypeAlias = Annotated[
@@ -43,21 +46,51 @@ MaxRunning: TypeAlias = Annotated[
     int | None, typer.Option(help="Sequences in a step, at most [default: 64].")
 ]
 BudgetTokens: TypeAlias = Annotated[
-    int | None, typer.Option(help="Tokens in a step, at most [default: 512].")
+    int | None, typer.Option(help="Tokens in a step [default: ar 512, dllm 1024].")
 ]
 NumThreads: TypeAlias = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
 Executor: TypeAlias = Annotated[
     Literal["thread", "ray"] | None,
-    typer.Option(help="Where the engine runs: in this process or in a Ray actor [default: thread]."),
+    typer.Option(help="Where engines run: in this process or in Ray actors [default: thread]."),
 ]
 MaxTokens: TypeAlias = Annotated[int, typer.Option(min=0, help="Output tokens at most.")]
 Temperature: TypeAlias = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+ModelTemperature: TypeAlias = Annotated[
+    float | None, typer.Option(min=0.0, help="0 is greedy [default: 1, of diffusion models 0].")
+]
 TopP: TypeAlias = Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")]
 Seed: TypeAlias = Annotated[
     int | None, typer.Option(help="Of the sampling; the same seed gives the same text.")
 ]
 Stop: TypeAlias = Annotated[list[str] | None, typer.Option(help="Ends the text; repeat for several.")]
+Options: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="Of diffusion models, e.g. cache=none or block_length=16; repeat for several.",
+    ),
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def parsed(options: list[str] | None) -> dict[str, Any]:
+    """`KEY=VALUE` options with their values read as YAML; `ConfigError` for other forms."""
+    import yaml
+
+    from genserve.core.errors import ConfigError
+
+    found: dict[str, Any] = {}
+    for option in options or ():
+        key, separator, text = option.partition("=")
+        try:
+            found[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--option {option}: the value is not YAML") from error
+        if not separator or not key:
+            raise ConfigError(f"--option {option}: expected KEY=VALUE")
+    return found
 
 
 def given(**options: Any) -> dict[str, Any]:

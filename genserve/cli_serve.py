@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 
 def serve(
+    family: Annotated[
+        str | None, typer.Argument(help="ar or dllm: of models that do not say; alone, its default model.")
+    ] = None,
     models: opt.Models = None,
     config: opt.ConfigFile = None,
     overrides: opt.Overrides = None,
@@ -39,7 +42,8 @@ def serve(
 ) -> None:
     """Serve models behind an OpenAI-compatible API. SIGTERM or Ctrl-C ends it.
 
-    Without --model or --config the embedded model is served. Options for models are set on each of them.
+    Without --model or --config a small model that is part of the package is served: of AR, or of FAMILY.
+    Options for models are set on each of them.
     """
     import logging
     import os
@@ -51,6 +55,7 @@ def serve(
 
     settings = server_config(
         config,
+        family=family,
         models=models or (),
         model_options=opt.given(
             executor=executor,

@@ -13,6 +13,9 @@ import typer
 
 from genserve import cli_options as opt
 
+_ANSWER_TOKENS = 512
+_CHAT_TEMPERATURE = 0.7
+
 # What answers a conversation, piece by piece.
 Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
@@ -22,7 +25,7 @@ def generate(
     model: opt.Model = "smollm2",
     chat: Annotated[bool, typer.Option("--chat", help="Ask it through the model's chat template.")] = False,
     max_tokens: opt.MaxTokens = 128,
-    temperature: opt.Temperature = 1.0,
+    temperature: opt.ModelTemperature = None,
     top_p: opt.TopP = 1.0,
     seed: opt.Seed = None,
     stop: opt.Stop = None,
@@ -34,12 +37,14 @@ def generate(
     kv_pool: opt.KvPool = None,
     num_threads: opt.NumThreads = None,
     executor: opt.Executor = None,
+    family_options: opt.Options = None,
     as_json: opt.Json = False,
 ) -> None:
     """Generate from one prompt in this process, printed as it comes."""
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    options |= opt.given(seed=seed, regex=regex, json_schema=_read(json_schema))
+    options: dict[str, Any] = {"max_tokens": max_tokens, "top_p": top_p}
+    options |= opt.given(temperature=temperature, seed=seed, regex=regex, json_schema=_read(json_schema))
     options["stop"] = stop or ()
+    options["options"] = opt.parsed(family_options) or None
     if prompt == "-":
         prompt = sys.stdin.read()
     engine_options = opt.given(dtype=dtype, kv_pool=kv_pool, num_threads=num_threads, executor=executor)
@@ -84,22 +89,39 @@ def chat(
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="GENSERVE_API_KEY", help="For the server.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.7,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Output tokens at most [default: 512, or half the context].")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy [default: 0.7, of diffusion models 0].")
+    ] = None,
     top_p: opt.TopP = 0.95,
     seed: opt.Seed = None,
     dtype: opt.Dtype = None,
     kv_pool: opt.KvPool = None,
     num_threads: opt.NumThreads = None,
+    family_options: opt.Options = None,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, /new starts over, Ctrl-D or /quit leaves."""
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, **opt.given(seed=seed)}
+    options: dict[str, Any] = {"top_p": top_p}
+    options |= opt.given(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    extra = opt.parsed(family_options)
     _check(options)
     if base_url is not None:
-        _converse(_server_answer(base_url, api_key, model, options), system)
+        _converse(_server_answer(base_url, api_key, model, options, extra), system)
         return
+    options["options"] = extra or None
     with _loaded(model or "smollm2", opt.given(dtype=dtype, kv_pool=kv_pool, num_threads=num_threads)) as llm:
+        _fill_in(options, llm.info.family, llm.info.max_context_tokens)
         _converse(lambda messages: (d.text for d in llm.stream_chat(messages, **options)), system)
+
+
+def _fill_in(options: dict[str, Any], family: Any, max_context_tokens: Any) -> None:
+    """Defaults of a chat with a model; servers unlike this one tell neither family nor context."""
+    context = max_context_tokens if isinstance(max_context_tokens, int) else 2 * _ANSWER_TOKENS
+    options.setdefault("max_tokens", min(_ANSWER_TOKENS, context // 2))
+    if family != "dllm":
+        options.setdefault("temperature", _CHAT_TEMPERATURE)
 
 
 def _converse(answer: Answer, system: str | None) -> None:
@@ -150,8 +172,8 @@ def _converse(answer: Answer, system: str | None) -> None:
 
 def _check(options: dict[str, Any]) -> None:
     """`InvalidRequest` for options that no model would take: loading one takes long."""
-    from genserve.ar.options import completion_request
     from genserve.core.runtime.completion import check_stop
+    from genserve.core.runtime.request_options import completion_request
     from genserve.core.runtime.sampling_limits import validate_sampling
 
     request = completion_request("", (), **options)
@@ -168,7 +190,6 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Any]:
     from genserve import LLM
     from genserve.cli_progress import LoadProgress
 
-    model = model.removeprefix("ar:")
     with LoadProgress() as progress:
         progress.begin(model)
         llm = LLM(model, on_progress=progress.on_progress, **options)
@@ -176,7 +197,9 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[Any]:
         yield llm
 
 
-def _server_answer(base_url: str, api_key: str | None, model: str | None, options: dict[str, Any]) -> Answer:
+def _server_answer(
+    base_url: str, api_key: str | None, model: str | None, options: dict[str, Any], extra: dict[str, Any]
+) -> Answer:
     import openai
 
     from genserve.core.errors import ConfigError, GenserveError
@@ -192,12 +215,14 @@ def _server_answer(base_url: str, api_key: str | None, model: str | None, option
         return GenserveError(getattr(error, "message", str(error)))
 
     try:
-        names = [served.id for served in client.models.list()]
+        served = {model.id: model for model in client.models.list()}
     except openai.OpenAIError as error:
         raise explained(error) from error
-    if model is None and len(names) != 1:
-        raise ConfigError(f"model: the server has {', '.join(names) or 'none'}; name one with --model")
-    name = model or names[0]
+    if model is None and len(served) != 1:
+        raise ConfigError(f"model: the server has {', '.join(served) or 'none'}; name one with --model")
+    name = model or next(iter(served))
+    told = served.get(name)
+    _fill_in(options, getattr(told, "family", None), getattr(told, "max_context_tokens", None))
 
     def answer(messages: list[dict[str, str]]) -> Iterator[str]:
         try:
@@ -206,6 +231,7 @@ def _server_answer(base_url: str, api_key: str | None, model: str | None, option
                 model=name,
                 messages=messages,
                 stream=True,
+                extra_body=extra or None,
                 **options,
             )
             with stream:

@@ -16,6 +16,7 @@ from genserve.core.errors import ConfigError
 from genserve.core.server.app import create_app
 from genserve.core.server.gateway import Gateway, ServedModel
 from genserve.core.server.run import EXIT_INTERRUPTED, bind, serve
+from genserve.families import start_configured
 from genserve.server_config import ModelEntry, ServerConfig
 
 
@@ -71,9 +72,7 @@ def _check_names(config: ServerConfig) -> None:
 
 
 async def _start(entry: ModelEntry, on_progress: Callable[[Any], None]) -> ServedModel:
-    from genserve.ar.serve import start_served
-
-    return await start_served(entry, on_progress)
+    return await start_configured(entry.family, entry, on_progress)
 
 
 async def run_server(config: ServerConfig, events: ServerEvents) -> None:

@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ByteSize, Field, SecretStr, field_validator
+from pydantic import AfterValidator, ByteSize, Discriminator, Field, SecretStr, Tag, field_validator
 
 from genserve.ar.config import ArConfig
 from genserve.core.config import Bytes, Config, apply_override, parse, read_yaml
 from genserve.core.errors import ConfigError
+from genserve.dllm.config import DllmConfig
+from genserve.families import DEFAULT_FAMILY, DEFAULT_MODELS, FAMILIES, family_of
 
-DEFAULT_MODEL = "smollm2"
+DEFAULT_MODEL = DEFAULT_MODELS[DEFAULT_FAMILY]
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -36,12 +38,33 @@ class ArModel(ArConfig):
     """An autoregressive model of the server."""
 
     family: Literal["ar"] = "ar"
-    """Tells models of different families apart."""
+    """Tells models of different families apart; by default the model itself does."""
 
 
-# A further family is a further class here; pydantic then tells them apart by `family`.
-ModelEntry = ArModel
-FAMILIES = ("ar",)
+class DllmModel(DllmConfig):
+    """A diffusion language model of the server."""
+
+    family: Literal["dllm"] = "dllm"
+    """Tells models of different families apart; by default the model itself does."""
+
+
+def _tag(entry: Any) -> str | None:
+    family = entry.get("family") if isinstance(entry, Mapping) else getattr(entry, "family", None)
+    if family is None and isinstance(entry, Mapping):
+        model = entry.get("model")
+        family = family_of(model) if isinstance(model, str) and model else DEFAULT_FAMILY
+    return f"<{family}>"
+
+
+# A further family is a further class here.
+ModelEntry = Annotated[
+    Annotated[ArModel, Tag("<ar>")] | Annotated[DllmModel, Tag("<dllm>")],
+    Discriminator(
+        _tag,
+        custom_error_type="family",
+        custom_error_message=f"no such family; there is: {', '.join(FAMILIES)}",
+    ),
+]
 
 
 class ServerConfig(Config):
@@ -85,6 +108,7 @@ class ServerConfig(Config):
 def server_config(
     path: Path | None = None,
     *,
+    family: str | None = None,
     models: Sequence[str] = (),
     model_options: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
@@ -92,13 +116,19 @@ def server_config(
 ) -> ServerConfig:
     """Put a configuration together: file, then `values` and `models`, then `overrides`.
 
-    `models` are arguments as `model_entry` reads them and replace the file's; `model_options` are
-    set on every model; None means not given. Raises `ConfigError`.
+    `models` are arguments as `model_entry` reads them and replace the file's; those that name no family
+    are of `family`, whose default model is served if none is named. `model_options` are set on every
+    model; None means not given. Raises `ConfigError`.
     """
+    if family is not None and family not in FAMILIES:
+        raise ConfigError(f"no family {family!r}; there is: {', '.join(FAMILIES)}")
     data = read_yaml(path) if path is not None else {}
     data.update({key: value for key, value in values.items() if value is not None})
     if models:
-        data["models"] = [model_entry(text) for text in models]
+        named = {} if family is None else {"family": family}
+        data["models"] = [{**named, **model_entry(text)} for text in models]
+    elif family is not None:
+        data["models"] = [{"family": family, "model": DEFAULT_MODELS[family]}]
     data.setdefault("models", [{"model": DEFAULT_MODEL}])
     options = {key: value for key, value in (model_options or {}).items() if value is not None}
     if options and isinstance(data["models"], list):

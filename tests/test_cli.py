@@ -84,7 +84,7 @@ def test_help_fits_80_columns_and_cuts_nothing(path, command):
 
 def test_help_tells_the_defaults_of_the_configuration():
     text = " ".join(cli("serve", "--help").output.split())
-    for default in ("127.0.0.1", "8000", "1GiB", "64", "512", "thread", "30", "warning"):
+    for default in ("127.0.0.1", "8000", "1GiB", "64", "thread", "30", "warning"):
         assert f"[default: {default}]" in text
 
 
@@ -94,8 +94,10 @@ def test_version():
 
 def test_models():
     assert "Apache-2.0" in cli("models").stdout
-    (model,) = json.loads(cli("models", "--json").stdout)
-    assert model["name"] == "smollm2"
+    assert "packaged" in cli("models").stdout
+    told = {model["name"]: model for model in json.loads(cli("models", "--json").stdout)}
+    assert list(told) == ["tiny-llada", "tiny-llama", "smollm2"]
+    assert [model["packaged"] for model in told.values()] == [True, True, False]
 
 
 def test_config_prints_what_serve_would_use(tmp_path):
@@ -119,8 +121,9 @@ def test_what_config_prints_is_a_config(tmp_path):
 
 def test_the_schema_describes_every_key():
     schema = json.loads(cli("config", "--schema").stdout)
-    keys = [*schema["properties"].items(), *schema["$defs"]["ArModel"]["properties"].items()]
-    assert {"drain_timeout_s", "kv_pool"} <= {name for name, _ in keys}
+    models = [schema["$defs"][name]["properties"] for name in ("ArModel", "DllmModel")]
+    keys = [item for part in (schema["properties"], *models) for item in part.items()]
+    assert {"drain_timeout_s", "kv_pool", "threshold"} <= {name for name, _ in keys}
     assert [name for name, shown in keys if not shown.get("description")] == []
 
 

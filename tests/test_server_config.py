@@ -54,9 +54,21 @@ def test_later_sources_win(tmp_path):
     assert [m.model for m in server_config(path, models=["c"]).models] == ["c"]
 
 
+def test_a_model_tells_its_family(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LLaDAModelLM"]}')
+    config = server_config(
+        models=["tiny-llada", "tiny-llama", "smollm2", str(tmp_path), f"x=ar:{tmp_path}", "x/y"]
+    )
+    assert [model.family for model in config.models] == ["dllm", "ar", "ar", "dllm", "ar", "ar"]
+    assert server_config(family="dllm", models=["a", "ar:b"]).models[0].family == "dllm"
+    assert [m.model for m in server_config(family="dllm").models] == ["tiny-llada"]
+    with pytest.raises(ConfigError, match="no family 't2i'; there is: ar, dllm"):
+        server_config(family="t2i")
+
+
 def test_the_embedded_model_is_the_default_and_keys_are_hidden():
     config = server_config(api_keys=["hush"])
-    assert [m.model for m in config.models] == ["smollm2"]
+    assert [(m.family, m.model) for m in config.models] == [("ar", "tiny-llama")]
     assert "hush" not in config.model_dump_json() + repr(config)
 
 
@@ -67,7 +79,9 @@ def test_the_embedded_model_is_the_default_and_keys_are_hidden():
         ("models: [{model: a, kvpool: 1}]", "models.0.kvpool: unknown key"),
         ("models: [{model: a, kv_pool: lots}]", "models.0.kv_pool"),
         ("models: [{model: a, max_running: 0}]", "models.0.max_running"),
-        ("models: [{model: a, family: t2i}]", "models.0.family"),
+        ("models: [{model: a, family: t2i}]", "models.0: no such family; there is: ar, dllm"),
+        ("models: [{model: a, family: dllm, threshold: 2}]", "models.0.threshold"),
+        ("models: [a]", "models.0: no such family"),
         ("models: [{model: a}, {model: a}]", "two models are called a"),
         ("models: []", "at least one model"),
         ("models: 3", "models"),

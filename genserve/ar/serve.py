@@ -181,6 +181,8 @@ async def start_engine(config: ArConfig, on_progress: Progress | None = None) ->
 
 async def start_served(config: ArConfig, on_progress: Progress | None = None) -> ServedModel:
     """Start an engine and present it to a server."""
+    import asyncio
+
     from genserve.core.runtime.completion import Completer
     from genserve.core.server.gateway import ServedModel
     from genserve.core.text.tokenizer import Tokenizer
@@ -189,6 +191,5 @@ async def start_served(config: ArConfig, on_progress: Progress | None = None) ->
     if hf_tokenizer is None:
         raise ConfigError(f"{config.model}: a model without a tokenizer cannot be served as text")
     tokenizer = Tokenizer(hf_tokenizer)
-    return ServedModel(
-        engine.info.model, int(time.time()), Completer(engine, tokenizer), tokenizer, engine.info
-    )
+    completer = Completer(engine, tokenizer, clock=asyncio.get_running_loop().time)
+    return ServedModel(engine.info.model, int(time.time()), completer, tokenizer, engine.info)

@@ -75,10 +75,14 @@ def parse(kind: type[C], data: Mapping[str, Any], source: str = "configuration")
 
 
 def describe(error: ValidationError) -> str:
-    """Every problem of a validation error: the key, what is wrong, and the value."""
+    """Every problem of a validation error: the key, what is wrong, and the value.
+
+    Parts of a key in angle brackets are tags of unions, which nobody wrote, and are left out.
+    """
     problems = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        parts = [str(part) for part in problem["loc"]]
+        key = ".".join(part for part in parts if not part.startswith("<")) or "(top level)"
         message = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"]
         message = message.removeprefix("Value error, ")
         shown = problem.get("input")

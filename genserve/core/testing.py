@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from genserve.core.errors import ExecutorLost, GenserveError, Overloaded
-from genserve.core.types import EngineInfo, FinishReason, Submit, TokenLogprobs, TokenOutput
+from genserve.core.types import EngineInfo, FinishReason, Submit, TokenLogprobs, TokenOutput, Unmasked
 
 _CORPUS = [
     "Hello world, hello there! The quick brown fox jumps over the lazy dog.",
@@ -81,7 +81,8 @@ class Script:
     """What one sequence does: `chunks` of tokens one step each, then how it ends.
 
     The sequence ends at `max_tokens` ("length"), at an eos or stop id ("stop"), or when the script is
-    used up: with `end`, or never when `end` is None (it then waits for an abort).
+    used up: with `end`, or never when `end` is None (it then waits for an abort). `unmasked`, one entry a
+    chunk, is for requests whose options have `include_unmasking` set.
     """
 
     chunks: Sequence[Sequence[int]]
@@ -90,6 +91,7 @@ class Script:
     step_delay_s: float = 0.0
     error: str | None = None
     lost: bool = False
+    unmasked: Sequence[Sequence[Unmasked]] = ()
 
 
 @dataclass(slots=True)
@@ -177,8 +179,10 @@ class ScriptedEngine:
         if limit == 0:
             self._emit(sequence, (), "length", first=True)
             return
-        for chunk in script.chunks:
+        shows_unmasking = getattr(request.options, "include_unmasking", False)
+        for index, chunk in enumerate(script.chunks):
             await asyncio.sleep(script.step_delay_s)
+            unmasked = tuple(script.unmasked[index]) if script.unmasked and shows_unmasking else ()
             taken: list[int] = []
             finish: FinishReason | None = None
             stop_id: int | None = None
@@ -191,7 +195,7 @@ class ScriptedEngine:
                     finish = "length"
                 if finish is not None:
                     break
-            self._emit(sequence, tuple(taken), finish, stop_id, first=num_emitted == 0)
+            self._emit(sequence, tuple(taken), finish, stop_id, first=num_emitted == 0, unmasked=unmasked)
             num_emitted += len(taken)
             if finish is not None:
                 return
@@ -210,6 +214,7 @@ class ScriptedEngine:
         *,
         first: bool = False,
         error: str | None = None,
+        unmasked: tuple[Unmasked, ...] = (),
     ) -> None:
         request = sequence.request
         wanted = request.sampling.logprobs
@@ -232,6 +237,7 @@ class ScriptedEngine:
                 num_cached_tokens=(len(request.prompt_token_ids) - 1) // 16 * 16 if first else 0,
                 prompt_logprobs=prompt,
                 error=error,
+                unmasked=unmasked,
             )
         )
 

@@ -136,7 +136,8 @@ class EngineInfo:
     """What a front end must know of an engine to refuse what can never run.
 
     `default_max_tokens` is what a request without `max_tokens` gets; None is as many as fit.
-    `unsupported` are names of `SamplingParams` fields that the engine cannot honour.
+    `default_temperature` is that of requests that name none. `unsupported` are names of `SamplingParams`
+    fields (and "echo") that the engine cannot honour.
     """
 
     model: str
@@ -147,4 +148,5 @@ class EngineInfo:
     max_queued_requests: int
     eos_token_ids: tuple[int, ...] = field(default=())
     default_max_tokens: int | None = None
+    default_temperature: float = 1.0
     unsupported: tuple[str, ...] = ()

@@ -9,10 +9,10 @@ pages, slots or queues. No torch.
 | prefix | the whole canvas (prefill)     | from the block to the end of the canvas        | a block  |
 | dual   | the whole canvas (prefill)     | the block                                      | a block  |
 | dkv    | like any other pass            | open positions, and those committed just before | request |
-| block  | rows not final yet, the block  | the block                                      | request  |
+| block, canvas | rows not final yet, the block | the block                                | request  |
 
 `dkv` begins with the whole canvas and runs all behind the prompt every `refresh_interval` passes; both
-are prefills. `block` (and `canvas`) begins with what no cache holds, a prefill; KV of a block becomes
+are prefills. `block` and `canvas` begin with what no cache holds, a prefill; KV of a block becomes
 final when the next block's first pass runs its rows once more, so caching it costs no forward of its own.
 """
 
@@ -134,6 +134,8 @@ class Passes:
         if self._mode == "dkv":
             self._num_since_refresh = 1 if planned.is_prefill else self._num_since_refresh + 1
             self._just_committed = tuple(committed)
+        elif self._mode == "canvas":
+            self.num_final = self._block.start
         elif self._mode in LASTING:
             # KV of a pass that changed nothing is that of the final tokens already.
             self.num_final = self._block.start if committed else self._block.end

@@ -278,6 +278,8 @@ class Dispatcher:
             if not 0 <= offset < num_answer:
                 return f"pinned: offset {offset} is outside the answer of {num_answer} tokens"
         length = _answer_end(submit, params, limits) + len(params.suffix_token_ids)
+        if length > limits.max_context_tokens:
+            return f"{length} tokens in whole canvases exceed the context of {limits.max_context_tokens}"
         if limits.pages_for(length, params) > limits.num_pages:
             pool = limits.num_pages * limits.page_tokens
             each = " twice" if params.cfg_scale > 0 else ""
@@ -496,18 +498,22 @@ class Dispatcher:
 
 
 def _max_tokens(submit: Submit, params: DiffusionParams, limits: EngineLimits) -> int:
-    """Positions of the answer; without `max_tokens` as many as context and pool hold."""
+    """Positions that may be told; without `max_tokens` as many as context and pool hold."""
     if submit.sampling.max_tokens is not None:
         return submit.sampling.max_tokens
     pool = limits.num_pages // (2 if params.cfg_scale > 0 else 1) * limits.page_tokens
     given = len(submit.prompt_token_ids) + len(params.suffix_token_ids)
-    return min(limits.max_context_tokens, pool) - given
+    room = min(limits.max_context_tokens, pool) - given
+    return room // params.block_length * params.block_length if params.cache == "canvas" else room
 
 
 def _answer_end(submit: Submit, params: DiffusionParams, limits: EngineLimits) -> int:
-    """Aligned answers are rounded up to whole blocks, as far as the context reaches."""
-    end = len(submit.prompt_token_ids) + _max_tokens(submit, params, limits)
-    if params.cache not in ("block", "canvas"):
+    """Aligned answers are rounded up to whole blocks, as far as the context reaches; canvases in any case."""
+    num_prompt, num_answer = len(submit.prompt_token_ids), _max_tokens(submit, params, limits)
+    end = num_prompt + num_answer
+    if params.cache == "canvas":
+        return num_prompt + -(-num_answer // params.block_length) * params.block_length
+    if params.cache != "block":
         return end
     rounded = -(-end // params.block_length) * params.block_length
     pool = limits.num_pages * limits.page_tokens
@@ -522,5 +528,5 @@ def _canvas(
     ids = [*submit.prompt_token_ids, *([OPEN] * (end - num_prompt)), *params.suffix_token_ids]
     for offset, token_id in params.pinned:
         ids[num_prompt + offset] = token_id
-    aligned = params.cache in ("block", "canvas")
+    aligned = params.cache == "block"
     return Canvas(ids, num_prompt, end, params.block_length, aligned=aligned, stop_ids=stop_ids)

@@ -26,6 +26,9 @@ from genserve.dllm.messages import Assign, Cancel, Ended, Progress, Report
 from genserve.dllm.request import DiffusionParams
 from genserve.dllm.step import STEP, Admit, Denoised, Pass, StepArgs, StepResult
 
+# Caches whose KV before the block is a function of the tokens alone, so that requests may share it.
+_EXACT = ("block", "canvas")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -96,7 +99,7 @@ class _Request:
             assign.prompt_len,
             assign.answer_end,
             params.block_length,
-            aligned=params.cache in ("block", "canvas"),
+            aligned=params.cache == "block",
             stop_ids=assign.sampling.stop_token_ids,
         )
         self.enter(Block(-1, 0, 0))
@@ -223,7 +226,7 @@ class Engine:
         passes = request.passes
         passes.ran(planned, [commit.position for commit in commits])
         params = request.params
-        if params.cache == "block" and planned.is_start and request.lease is not None:
+        if params.cache in _EXACT and planned.is_start and request.lease is not None:
             request.lease.index(canvas.ids, request.block.start)
         block = request.block
         ended: Ended | None = None
@@ -398,8 +401,10 @@ class Engine:
 
     def _match(self, request: _Request) -> PrefixMatch:
         params = request.params
-        if params.cache != "block" or not self.limits.prefix_cache:
+        if params.cache not in _EXACT or not self.limits.prefix_cache:
             return NO_MATCH
+        if params.cache == "canvas":  # causal up to the block, so any page will do
+            return self.pages.match(request.canvas.ids[: request.block.start + 1])
         length = params.block_length
         unit = math.lcm(length, self.limits.page_tokens)
         end = request.block.start

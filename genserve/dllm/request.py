@@ -25,8 +25,11 @@ class Unmasking:
                confidence, noise, position, top-1 minus top-2, or negative entropy.
                entropy_bound: the surest ones whose entropies sum to at most `entropy_bound` nats.
     steps      passes over the whole answer for kinds with a schedule, shared out evenly among blocks;
-               None is one position a pass. For threshold it bounds the positions a pass looks at
-               (Dream's `confidence_threshold` without blocks); None looks at all.
+               None is one position a pass. For threshold it bounds what a pass commits (`steps_bound`);
+               None doesn't.
+    steps_bound  of threshold with steps. most: a pass looks only at its even share of the surest
+               positions, and what it leaves is added to the next (Dream's `confidence_threshold` without
+               blocks). least: a pass commits at least its share (LLaDA2 in `diffusers`).
     schedule   even: LLaDA's equal shares. linear: Dream's time grid from 1 to `eps`.
     factor_rule  strict, or fast_dllm: the last two positions always go together, as released.
     independent  with `random` and the linear schedule, each open position is committed by its own draw
@@ -41,6 +44,7 @@ class Unmasking:
     factor_rule: Literal["strict", "fast_dllm"] = "strict"
     entropy_bound: float = 0.1
     steps: int | None = None
+    steps_bound: Literal["most", "least"] = "most"
     schedule: Literal["even", "linear"] = "even"
     eps: float = 1e-3
     independent: bool = False
@@ -57,7 +61,8 @@ class DiffusionParams:
     cfg_scale     classifier-free guidance (LLaDA): logits = u + (w + 1)(c - u); needs cache "none".
     editing_threshold  block-causal models: committed tokens of the block may be replaced above it.
     max_post_steps  passes of a block that began without open positions, at most (editing).
-    max_block_steps  passes of a block, at most: the last of them commits whatever is open.
+    max_block_steps  passes of a block that began with open positions, at most: the last of them commits
+                  whatever is open and ends the block.
     first_position  models with shifted logits, cached: "commit" takes a block's first position in the
                   block's start pass (the reference's way); "left_neighbour" keeps its left neighbour's
                   row in every pass.

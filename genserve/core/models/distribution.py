@@ -11,6 +11,7 @@ Shape suffixes: R rows, V vocabulary, K candidates.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,16 @@ def uniform(seed: int, index: int) -> float:
     return (_mix64(state) >> 11) * 2.0**-53
 
 
+def uniforms(seed: int, indices: np.ndarray) -> np.ndarray:
+    """`uniform(seed, index)` of each of the int64 indices, as float64 of the same shape."""
+    state = np.uint64(_mix64((seed + _GOLDEN) & _MASK64)) + (
+        indices.astype(np.uint64) + np.uint64(1)
+    ) * np.uint64(_GOLDEN)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
 def argmax(logits_RV: Tensor) -> Tensor:
     """The canonical first token of each row (int64, R); a row's first NaN if it has one."""
     if logits_RV.device.type == "cpu":
@@ -55,8 +66,6 @@ def _largest(keys: Tensor, k: int) -> Tensor:
     """The k largest keys of each row, in descending order."""
     if keys.device.type == "cpu":
         # numpy's vectorised selection is several times faster than torch's here.
-        import numpy as np
-
         array = keys.numpy()
         if k < array.shape[-1]:
             split = array.shape[-1] - k

@@ -1,4 +1,4 @@
-"""The built-in models: what they are, where they come from and where they are kept. No torch, no network."""
+"""The built-in models, packaged or fetched: what they are and where they are kept. No torch, no network."""
 
 from __future__ import annotations
 
@@ -31,8 +31,23 @@ class BuiltinModel:
 
 
 @dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model that is part of genserve itself: nothing is ever fetched."""
+
+    name: str
+    family: str
+    description: str
+    source: str
+    licence: str
+
+    @property
+    def folder(self) -> Path:
+        return Path(__file__).parents[2] / "builtin" / self.name
+
+
+@dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A line of `genserve models`."""
+    """A line of `genserve models`. Of packaged models nothing is downloaded, and all are `cached`."""
 
     name: str
     family: str
@@ -43,6 +58,7 @@ class ListedModel:
     disk_bytes: int
     cached: bool
     folder: str
+    packaged: bool = False
 
 
 BUILTIN_MODELS: dict[str, BuiltinModel] = {
@@ -61,6 +77,37 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
         stop_token="<|im_end|>",
     ),
 }
+
+PACKAGED_MODELS: dict[str, PackagedModel] = {
+    model.name: model
+    for model in (
+        PackagedModel(
+            name="tiny-llada",
+            family="dllm",
+            description="a toy LLaDA: facts, spelling, sorting and short stories of its templates",
+            source="part of genserve, made by examples/train_tiny_dllm.py",
+            licence="Apache-2.0",
+        ),
+        PackagedModel(
+            name="tiny-llama",
+            family="ar",
+            description="its causal twin, a toy Llama: the same templates, token by token",
+            source="part of genserve, made by examples/train_tiny_dllm.py",
+            licence="Apache-2.0",
+        ),
+    )
+}
+
+
+def builtin_names() -> list[str]:
+    """Names of all built-in models, packaged ones first."""
+    return [*PACKAGED_MODELS, *BUILTIN_MODELS]
+
+
+def builtin_family(name: str) -> str | None:
+    """The family of a built-in model; None if there is none of that name."""
+    model = PACKAGED_MODELS.get(name) or BUILTIN_MODELS.get(name)
+    return model.family if model is not None else None
 
 
 def cache_dir() -> Path:
@@ -89,7 +136,22 @@ def is_cached(model: BuiltinModel) -> bool:
 
 def list_models() -> list[ListedModel]:
     """Every built-in model, for `genserve models`."""
-    return [
+    packaged = [
+        ListedModel(
+            name=model.name,
+            family=model.family,
+            description=model.description,
+            source=model.source,
+            licence=model.licence,
+            download_bytes=0,
+            disk_bytes=sum(path.stat().st_size for path in model.folder.glob("*")),
+            cached=True,
+            folder=str(model.folder),
+            packaged=True,
+        )
+        for model in PACKAGED_MODELS.values()
+    ]
+    return packaged + [
         ListedModel(
             name=model.name,
             family=model.family,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from genserve.core.errors import ConfigError, ModelNotFound
-from genserve.core.models.registry import BUILTIN_MODELS
+from genserve.core.models.registry import BUILTIN_MODELS, PACKAGED_MODELS, builtin_names
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT_S = 10.0
@@ -19,7 +19,8 @@ _HUB_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model is. `location` is a folder, a GGUF file or a hub id; of a built-in, its name."""
+    """Where a model is. `location` is a folder (of a packaged model, too), a GGUF file or a hub id; of a
+    built-in that is fetched, its name."""
 
     kind: Literal["builtin", "folder", "gguf", "hub"]
     location: str
@@ -32,9 +33,14 @@ def resolve(name_or_path: str) -> ModelSource:
     A hub id counts only if the local Hugging Face cache or the hub itself has it. `ModelNotFound`
     says what was tried, `ConfigError` what is wrong with a path that exists.
     """
+    packaged = PACKAGED_MODELS.get(name_or_path)
+    if packaged is not None:
+        if not (packaged.folder / "config.json").is_file():
+            raise ConfigError(f"{name_or_path}: the installed package lacks its folder {packaged.folder}")
+        return ModelSource("folder", str(packaged.folder), name_or_path)
     if name_or_path in BUILTIN_MODELS:
         return ModelSource("builtin", name_or_path, name_or_path)
-    tried = [f"a built-in model ({', '.join(BUILTIN_MODELS)})"]
+    tried = [f"a built-in model ({', '.join(builtin_names())})"]
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if (path / "config.json").is_file():

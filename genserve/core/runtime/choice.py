@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from genserve.core.runtime.sampling_limits import SEED_MODULUS
 from genserve.core.text.detokenizer import Detokenizer
 from genserve.core.text.stops import StopMatcher, StopTables
 from genserve.core.text.tokenizer import Tokenizer
-from genserve.core.types import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
+from genserve.core.types import FinishReason, SamplingParams, TokenLogprobs, TokenOutput, Unmasked
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class CompletionRequest:
     continues_prompt  the output continues the prompt's text (completions), so a leading space is kept;
                 False for an answer that begins a new text (chat).
     deadline_s  on the engine loop's clock.
+    options     what the model's family may be asked beyond `sampling`; its own `check` reads it.
+    include_unmasking  the deltas also tell every token that a diffusion model puts anywhere.
     """
 
     request_id: str
@@ -38,6 +41,8 @@ class CompletionRequest:
     prompt_text: str | None = None
     continues_prompt: bool = True
     deadline_s: float | None = None
+    options: Any = None
+    include_unmasking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,8 @@ class ChoiceDelta:
     and `text_offsets` (characters into the choice's text where each token's begins) are aligned with
     `token_ids`, preceded in the first delta by the prompt's tokens (`prompt_token_ids`) when `echo`
     asked for those; the first of them is None, since nothing predicts it. `stop_reason` is the stop
-    string or the stop token id that ended the choice.
+    string or the stop token id that ended the choice. `unmasked` is what was put anywhere in the answer,
+    in the order of passes; it runs ahead of text and tokens.
     """
 
     index: int
@@ -60,6 +66,7 @@ class ChoiceDelta:
     prompt_token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    unmasked: tuple[Unmasked, ...] = ()
 
 
 def derived_seed(seed: int, index: int) -> int:
@@ -155,6 +162,7 @@ class Choice:
             prompt_token_ids,
             finish,
             stop_reason,
+            output.unmasked,
         )
 
     def _prompt_offsets(self) -> list[int]:

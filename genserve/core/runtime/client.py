@@ -16,6 +16,7 @@ COUNTER_STATS = frozenset(
     {
         *("num_steps", "num_preemptions", "num_evictions"),
         *("num_prefill_tokens", "num_decode_tokens", "num_cached_tokens"),
+        *("num_passes", "num_blocks", "num_commits", "num_refreshes", "num_restarts"),
     }
 )
 

@@ -21,6 +21,7 @@ from genserve.core.errors import (
     DeadlineExceeded,
     ExecutionFailed,
     InvalidRequest,
+    UnsupportedField,
 )
 from genserve.core.runtime.choice import Choice, ChoiceDelta, CompletionRequest, derived_seed
 from genserve.core.runtime.client import EngineClient
@@ -33,7 +34,13 @@ from genserve.core.runtime.sampling_limits import (
 )
 from genserve.core.text.stops import MAX_STOP_CHARS, StopTables
 from genserve.core.text.tokenizer import Tokenizer
-from genserve.core.types import DEADLINE_EXCEEDED, EngineInfo, Grammar, Submit, TokenOutput
+from genserve.core.types import DEADLINE_EXCEEDED, EngineInfo, Grammar, SamplingParams, Submit, TokenOutput
+
+# A family's part of `Completer.prepare`: checks the request's `options` (and what else it cares for) and
+# returns the request with the record that goes into `Submit.options`. It may fill in `max_tokens`.
+Check = Callable[[CompletionRequest, EngineInfo], CompletionRequest]
+
+_DEFAULTS = SamplingParams()
 
 
 def check_stop(stop: Sequence[str]) -> None:
@@ -59,7 +66,8 @@ class Usage:
 class Completer:
     """Runs completions on one engine. Called from the engine client's asyncio loop.
 
-    `clock` is the clock of `deadline_s`; `draw_seed` gives a request without a seed its own.
+    `clock` is the clock of `deadline_s`; `draw_seed` gives a request without a seed its own. Without a
+    `check` the model's family has no options of its own, and requests that bring some are refused.
     """
 
     def __init__(
@@ -67,11 +75,13 @@ class Completer:
         engine: EngineClient,
         tokenizer: Tokenizer,
         *,
+        check: Check | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
+        self._check = check
         self._clock = clock
         self._draw_seed = draw_seed
 
@@ -84,15 +94,21 @@ class Completer:
         info = self.engine.info
         sampling = request.sampling
         validate_sampling(sampling, info.vocab_size)
+        self._check_supported(request)
         if sampling.grammar is not None:
             self.check_grammar(sampling.grammar)
         check_integer("n", request.n, 1, MAX_CHOICES)
         check_stop(request.stop)
         self._check_prompt(request.prompt_token_ids)
+        if self._check is not None:
+            request = self._check(request, info)
+            sampling = request.sampling
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._draw_seed())
         if sampling.max_tokens is None:
-            sampling = replace(sampling, max_tokens=self._room(request.prompt_token_ids))
+            room = self._room(request.prompt_token_ids)
+            limit = info.default_max_tokens
+            sampling = replace(sampling, max_tokens=room if limit is None else min(room, limit))
         self._check_length(len(request.prompt_token_ids), sampling.max_tokens or 0)
         if request.echo and sampling.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
@@ -106,6 +122,7 @@ class Completer:
         """
         from genserve.core.models.grammar import validate_grammar
 
+        self._check_grammar_supported(grammar)
         if not self.engine.info.eos_token_ids:
             raise InvalidRequest(
                 grammar.kind, "the model has no end-of-sequence token, without which none can end"
@@ -120,6 +137,27 @@ class Completer:
         """
         prepared = [self.prepare(request) for request in requests]
         return Completion(self.engine, self.tokenizer, prepared, self._clock)
+
+    def _check_grammar_supported(self, grammar: Grammar) -> None:
+        if "grammar" in self.engine.info.unsupported:
+            raise UnsupportedField(grammar.kind, "constrained output is not supported by this model")
+
+    def _check_supported(self, request: CompletionRequest) -> None:
+        for name in self.engine.info.unsupported:
+            if name == "echo":
+                asked = request.echo
+            elif name == "grammar":
+                if request.sampling.grammar is not None:
+                    self._check_grammar_supported(request.sampling.grammar)
+                continue
+            else:
+                asked = getattr(request.sampling, name) != getattr(_DEFAULTS, name)
+            if asked:
+                raise UnsupportedField(name, "is not supported by this model")
+        if self._check is None:
+            for name in ("options", "include_unmasking"):
+                if getattr(request, name):
+                    raise UnsupportedField(name, "is not supported by this model")
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
@@ -293,7 +331,9 @@ def _submit(choice: Choice, after: str | None) -> Submit:
     if seed is None:
         raise ValueError("an unprepared request: its seed is not set")
     sampling = replace(request.sampling, seed=derived_seed(seed, choice.position))
-    return Submit(choice.sequence_id, request.prompt_token_ids, sampling, after, request.deadline_s)
+    return Submit(
+        choice.sequence_id, request.prompt_token_ids, sampling, after, request.deadline_s, request.options
+    )
 
 
 _Stream = Any  # an async generator of (choice, output)

@@ -1,15 +1,16 @@
-"""An engine in this process: its controller on a `LiveLoop`, its lanes on threads or Ray actors."""
+"""An engine in this process: its controllers on a `LiveLoop`, or some of them in actors; lanes on threads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from genserve.core.control import Controller
 from genserve.core.dispatch import LogEntry
-from genserve.core.errors import ExecutionFailed, GenserveError
+from genserve.core.errors import ExecutionFailed, ExecutorLost, GenserveError
 from genserve.core.runtime.loop import Executor, LiveLoop
 from genserve.core.runtime.streams import StreamTable
 from genserve.core.types import Abort, EngineInfo, FinishReason, Submit, TokenOutput
@@ -18,15 +19,34 @@ ENGINE = "engine"
 GATEWAY = "gateway"
 
 
-class EngineController(Controller, Protocol):
-    """A controller that answers `Submit` and `Abort` with tuples of `TokenOutput` to the gateway."""
+class StatsController(Controller, Protocol):
+    """A controller that tells its gauges and counters."""
 
     def stats(self) -> dict[str, float]: ...
 
 
-class LocalEngine:
-    """`EngineClient` over a controller in this event loop. Build it inside a running loop.
+class Remote(Protocol):
+    """A controller that runs elsewhere (`core.runtime.ray_controller`)."""
 
+    def connect(self, post: Callable[[str, Any], None], on_given_up: Callable[[], None]) -> None: ...
+
+    def send(self, body: Any) -> None: ...
+
+    @property
+    def failure(self) -> GenserveError | None: ...
+
+    async def stats(self) -> dict[str, float]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class LocalEngine:
+    """`EngineClient` over controllers in this event loop. Build it inside a running loop.
+
+    `controller`, called `entry` by the others, answers `Submit` and `Abort` with tuples of `TokenOutput`
+    to the gateway. `others` are further controllers that it speaks with, by name; `remotes` those of them
+    that run elsewhere. `figures` puts the engine's figures together from theirs; by default they are added
+    up and stand behind the entry's own.
     `prepare` is slow work that a request with a grammar needs before any step may see it. It blocks,
     on a thread of its own, and the controller gets the request afterwards; other requests go on. What
     it raises ends that request with an error.
@@ -35,13 +55,22 @@ class LocalEngine:
     def __init__(
         self,
         info: EngineInfo,
-        controller: EngineController,
+        controller: StatsController,
         executors: Mapping[str, Executor],
         log: list[LogEntry] | None = None,
         prepare: Callable[[Submit], None] | None = None,
+        *,
+        entry: str = ENGINE,
+        others: Mapping[str, StatsController] | None = None,
+        remotes: Mapping[str, Remote] | None = None,
+        figures: Callable[[Sequence[Mapping[str, float]]], dict[str, float]] | None = None,
     ) -> None:
         self._info = info
         self._controller = controller
+        self._entry = entry
+        self._figures = figures or self._added_up
+        self._others = dict(others or {})
+        self._remotes = dict(remotes or {})
         self._streams = StreamTable()
         self._failure: GenserveError | None = None
         self._prepare = prepare
@@ -49,12 +78,14 @@ class LocalEngine:
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._loop = LiveLoop(
-            {ENGINE: controller},
+            {entry: controller, **self._others},
             executors,
-            {GATEWAY: self._streams.route},
+            {GATEWAY: self._streams.route, **{name: remote.send for name, remote in self._remotes.items()}},
             log,
             on_fatal=self._on_fatal,
         )
+        for name, remote in self._remotes.items():
+            remote.connect(partial(self._from_remote, name), self._on_given_up)
 
     @property
     def info(self) -> EngineInfo:
@@ -69,7 +100,7 @@ class LocalEngine:
             raise self._failure
         stream = self._streams.open(request.request_id)
         if self._prepare is None or request.sampling.grammar is None:
-            self._loop.post(ENGINE, request)
+            self._loop.post(self._entry, request)
         else:
             task = asyncio.get_running_loop().create_task(self._post_prepared(request, self._prepare))
             self._preparing[request.request_id] = task
@@ -83,7 +114,7 @@ class LocalEngine:
             self._end(request.request_id, "error", f"grammar: {error}")
         else:
             if self._loop.fatal is None:
-                self._loop.post(ENGINE, request)
+                self._loop.post(self._entry, request)
         finally:
             if self._preparing.get(request.request_id) is asyncio.current_task():
                 del self._preparing[request.request_id]
@@ -98,16 +129,34 @@ class LocalEngine:
             self._end(request_id, "abort")
             return
         if self._loop.fatal is None:
-            self._loop.post(ENGINE, Abort(request_id))
+            self._loop.post(self._entry, Abort(request_id))
 
     async def stats(self) -> dict[str, float]:
-        return {**self._controller.stats(), "num_streams": len(self._streams)}
+        parts = [other.stats() for other in self._others.values()]
+        parts += await asyncio.gather(*(remote.stats() for remote in self._remotes.values()))
+        return {**self._figures(parts), "num_streams": len(self._streams)}
+
+    def _added_up(self, parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for part in parts for name in part)
+        sums = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+        return {**sums, **self._controller.stats()}
+
+    def _from_remote(self, name: str, to: str, body: Any) -> None:
+        if self._loop.fatal is None:
+            self._loop.post(to, body, name)
+
+    def _on_given_up(self) -> None:
+        """Some remote will not come back: with the last one goes the engine."""
+        failures = [remote.failure for remote in self._remotes.values()]
+        if all(failures):
+            self._on_fatal(failures[0] or ExecutorLost("the engine's processes are gone"))
 
     async def aclose(self) -> None:
         for request_id in list(self._preparing):
             self.abort(request_id)
         self._preparer.shutdown(wait=False, cancel_futures=True)
         await self._loop.aclose()
+        await asyncio.gather(*(remote.aclose() for remote in self._remotes.values()))
         self._streams.fail_all(ExecutionFailed("the engine was closed"))
 
     def _on_fatal(self, error: BaseException) -> None:

@@ -83,7 +83,7 @@ class RayExecutor:
         """Start an actor whose worker is `build(*args)`, and wait until it is built."""
         ensure_ray()
         actor = WorkerActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
-        await _built(actor.ready.remote())
+        await built(actor.ready.remote())
         return cls(actor)
 
     def submit(self, run: Run, report: Report) -> None:
@@ -122,7 +122,7 @@ async def _ended(run: Run, result: Any) -> Done | Failed:
     try:
         return Done(run.lane, run.run_id, await result)
     except RayTaskError as error:
-        return Failed(run.lane, run.run_id, _cause(error))
+        return Failed(run.lane, run.run_id, cause(error))
     except RayActorError as error:
         return Failed(run.lane, run.run_id, f"executor lost: {error}", lost=True)
     except Exception as error:  # whatever else Ray may raise: the controller waits for an answer
@@ -244,7 +244,7 @@ class RayEngine:
         """Start an actor whose engine is `await build(*args)`, and wait until it is built."""
         ensure_ray()
         actor = EngineActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
-        return cls(actor, await _built(actor.start.remote()))
+        return cls(actor, await built(actor.start.remote()))
 
     @property
     def info(self) -> EngineInfo:
@@ -300,7 +300,7 @@ class RayEngine:
         except RayActorError:
             return  # the poll finds out too, and ends every stream
         except Exception as error:
-            what = _cause(error) if isinstance(error, RayTaskError) else f"{type(error).__name__}: {error}"
+            what = cause(error) if isinstance(error, RayTaskError) else f"{type(error).__name__}: {error}"
             logger.error("a batch for the engine of %s was lost: %s", self._info.model, what)
             self._fail_streams(request_ids, what)
             # Those after it wait for its number. What may have got there all the same is aborted.
@@ -328,7 +328,7 @@ class RayEngine:
             self._fail(ExecutorLost(f"the engine's process is gone: {error}"))
         except RayTaskError as error:
             logger.error("engine actor of %s failed: %s", self._info.model, error)
-            self._fail(ExecutorLost(f"the engine's process failed: {_cause(error)}"))
+            self._fail(ExecutorLost(f"the engine's process failed: {cause(error)}"))
         except Exception as error:  # whatever else Ray may raise: nobody may wait for ever
             logger.exception("engine actor of %s cannot be reached", self._info.model)
             self._fail(ExecutorLost(f"the engine's process cannot be reached: {error}"))
@@ -371,15 +371,17 @@ def _rebased(submit: Submit, now: float) -> Submit:
     return submit if submit.deadline_s is None else replace(submit, deadline_s=submit.deadline_s + now)
 
 
-async def _built(reference: Any) -> Any:
+async def built(reference: Any) -> Any:
+    """What building in an actor gave; `ConfigError` if it failed."""
     try:
         return await reference
     except RayTaskError as error:
-        raise ConfigError(f"the worker could not be built: {_cause(error)}") from error
+        raise ConfigError(f"the worker could not be built: {cause(error)}") from error
     except RayActorError as error:
         raise ConfigError(f"the worker's process died while it was built: {error}") from error
 
 
-def _cause(error: RayTaskError) -> str:
+def cause(error: RayTaskError) -> str:
+    """What was raised in the actor, as text."""
     cause = error.cause
     return f"{type(cause).__name__}: {cause}"

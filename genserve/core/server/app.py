@@ -34,6 +34,7 @@ from genserve.core.server.responses import ChatFormat, CompletionsFormat, Respon
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from pydantic import BaseModel
 
 _Body = TypeVar("_Body", ChatRequest, CompletionsRequest)
 _Result = TypeVar("_Result")
@@ -57,7 +58,11 @@ def create_app(
 ) -> FastAPI:
     """The application over `gateway`; HTTP and engine instruments go into `registry`, which `/metrics` exposes."""
     metrics = HttpMetrics(registry)
-    engine_metrics = EngineMetrics([model.completer.engine for model in gateway.models], metrics.registry)
+    engine_metrics = EngineMetrics(
+        [model.completer.engine for model in gateway.models],
+        metrics.registry,
+        {model.name: model.recorder for model in gateway.models if model.recorder is not None},
+    )
     app = FastAPI(title="genserve", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.state.metrics = metrics
@@ -70,9 +75,12 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
 
+    def options_of(name: str) -> type[BaseModel] | None:
+        return gateway.model(name).options_model
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = await _parsed(ChatRequest, request)
+        body = await _parsed(ChatRequest, request, options_of)
         model = gateway.model(body.model)
         messages = [message.for_template() for message in body.messages]
         num_chars = sum(len(message["content"]) + _MESSAGE_CHARS for message in messages)
@@ -85,7 +93,7 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _parsed(CompletionsRequest, request)
+        body = await _parsed(CompletionsRequest, request, options_of)
         model = gateway.model(body.model)
 
         def encode(prompt: str | list[int]) -> tuple[list[int], str | None]:
@@ -141,7 +149,7 @@ class CompletionResponse(Response):
         self._metrics = metrics
         self._model = model
         self._body = body
-        self._sampling = body.to_sampling()
+        self._sampling = body.to_sampling(model.info)
         self._num_sequences = num_prompts * body.n
         self._prompts = prompts
         self._id = uuid.uuid4().hex
@@ -192,6 +200,8 @@ class CompletionResponse(Response):
                 echo=not is_chat and body.echo,  # type: ignore[union-attr]
                 prompt_text=text,
                 continues_prompt=not is_chat,
+                options=body.options,
+                include_unmasking=body.include_unmasking,
             )
             for token_ids, text in await self._prompts()
         ]
@@ -271,11 +281,13 @@ class CompletionResponse(Response):
         )
 
 
-async def _parsed(kind: type[_Body], request: Request) -> _Body:
+async def _parsed(
+    kind: type[_Body], request: Request, options_of: Callable[[str], type[BaseModel] | None]
+) -> _Body:
     data = await request.body()
     if len(data) <= _INLINE_PARSE_BYTES:
-        return parse(kind, data)
-    return await asyncio.to_thread(parse, kind, data)
+        return parse(kind, data, options_of)
+    return await asyncio.to_thread(parse, kind, data, options_of)
 
 
 async def _off_loop(num_chars: int, function: Callable[[Any], _Result], argument: Any) -> _Result:

@@ -1,20 +1,26 @@
 """Engines' own gauges and counters for `/metrics`: `genserve_engine_<name>{model=...}`.
 
 Engines may be in other processes, so their figures are asked for first (`refresh`) and then
-collected. Knows nothing of what the figures mean, except which of them only grow.
+collected; histograms of controllers in this process are read as they are. Knows nothing of what the figures mean, except which of them only grow.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from genserve.core.errors import GenserveError
+from genserve.core.metrics.recorder import Histogram, Recorder
 from genserve.core.runtime.client import COUNTER_STATS, EngineClient
 
 _log = logging.getLogger("genserve.server")
@@ -22,10 +28,19 @@ _TIMEOUT_S = 2.0
 
 
 class EngineMetrics(Collector):
-    """Collects the figures of `engines` into `registry`; an engine that gives none has `up` 0."""
+    """Collects the figures of `engines` into `registry`; an engine that gives none has `up` 0.
 
-    def __init__(self, engines: Sequence[EngineClient], registry: CollectorRegistry) -> None:
+    `recorders` are of some of the models, by name.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        registry: CollectorRegistry,
+        recorders: Mapping[str, Recorder] | None = None,
+    ) -> None:
         self._engines = engines
+        self._recorders = dict(recorders or {})
         self._stats: dict[str, dict[str, float]] = {}
         registry.register(self)
 
@@ -53,3 +68,24 @@ class EngineMetrics(Collector):
                 if name in stats:
                     family.add_metric([model], stats[name])
             yield family
+        yield from self._histograms()
+
+    def _histograms(self) -> Iterator[Metric]:
+        families: dict[str, HistogramMetricFamily] = {}
+        for model, recorder in self._recorders.items():
+            for instrument in recorder:
+                if isinstance(instrument, Histogram):
+                    name = f"genserve_engine_{instrument.name}"
+                    name = f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
+                    family = families.setdefault(
+                        name, HistogramMetricFamily(name, f"{instrument.help}.", labels=["model"])
+                    )
+                    family.add_metric([model], _cumulated(instrument), instrument.sum)
+        yield from families.values()
+
+
+def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
+    """Upper ends, as Prometheus writes them, and how many observations are at or below each."""
+    ends = [*map(str, histogram.bounds), "+Inf"]
+    counts = histogram.counts
+    return [(end, float(sum(counts[: index + 1]))) for index, end in enumerate(ends)]

@@ -9,22 +9,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from genserve.core.errors import ConfigError, Draining, InvalidRequest, ModelNotFound, Overloaded
+from genserve.core.metrics.recorder import Recorder
 from genserve.core.runtime.completion import Completer, Completion
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import EngineInfo
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model as the server shows it. `created` is in Unix seconds."""
+    """One model as the server shows it. `created` is in Unix seconds.
+
+    `options_model` names the fields that its family takes in a request's body beyond the common ones.
+    `recorder` holds instruments of its controllers, for `/metrics`.
+    """
 
     name: str
     created: int
     completer: Completer
     tokenizer: Tokenizer
     info: EngineInfo
+    options_model: type[BaseModel] | None = None
+    recorder: Recorder | None = None
 
 
 class Lease:

@@ -9,14 +9,23 @@ they are defined (`core.runtime.sampling_limits`).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+)
 from pydantic_core import from_json
 
 from genserve.core.errors import InvalidRequest, UnsupportedField
 from genserve.core.runtime.sampling_limits import MAX_CHOICES, MAX_LOGPROBS
-from genserve.core.types import Grammar, SamplingParams
+from genserve.core.types import EngineInfo, Grammar, SamplingParams
 
 COMPLETIONS_DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
@@ -97,12 +106,14 @@ class ResponseFormat(_Strict):
 class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
+    # Beyond OpenAI's API: what diffusion models put anywhere in their answer, as it happens.
+    include_unmasking: bool = False
 
 
 class _Common(_Strict):
     model: str
     max_tokens: int | None = None
-    temperature: float = 1.0
+    temperature: float | None = None
     top_p: float = 1.0
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[str], BeforeValidator(_one_or_many)] = []
@@ -126,11 +137,21 @@ class _Common(_Strict):
     guided_regex: str | None = Field(default=None, min_length=1)
     guided_json: dict[str, Any] | str | None = None
     response_format: ResponseFormat | None = None
+    _options: BaseModel | None = PrivateAttr(None)
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    @property
+    def options(self) -> BaseModel | None:
+        """The fields of the model's family; None if the body has none of them."""
+        return self._options
+
+    @property
+    def include_unmasking(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_unmasking
+
+    def sampling(self, info: EngineInfo, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The sampling template; the values are checked by `Completer.prepare`."""
         return SamplingParams(
-            temperature=self.temperature,
+            temperature=info.default_temperature if self.temperature is None else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
@@ -146,10 +167,11 @@ class _Common(_Strict):
             grammar=self._grammar(),
         )
 
-    def grammar_names(self) -> dict[str, str]:
-        """Where this body gave its grammar, by kind."""
+    def common_names(self) -> dict[str, str]:
+        """Where this body gave what core records call otherwise: its grammar, by kind, above all."""
         schema = "response_format" if self.guided_json is None else "guided_json"
-        return {"json_schema": schema, "json_object": "response_format", "regex": "guided_regex"}
+        names = {"json_schema": schema, "json_object": "response_format", "regex": "guided_regex"}
+        return {**names, "include_unmasking": "stream_options.include_unmasking"}
 
     def _grammar(self) -> Grammar | None:
         grammars: list[tuple[str, Grammar]] = []
@@ -178,20 +200,22 @@ class ChatRequest(_Common):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
-    def to_sampling(self) -> SamplingParams:
+    def to_sampling(self, info: EngineInfo) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
         limit = self.max_completion_tokens
         if limit is not None and self.max_tokens not in (None, limit):
             raise InvalidRequest("max_tokens", "contradicts max_completion_tokens")
         return self.sampling(
-            self.max_tokens if limit is None else limit, (self.top_logprobs or 0) if self.logprobs else None
+            info,
+            self.max_tokens if limit is None else limit,
+            (self.top_logprobs or 0) if self.logprobs else None,
         )
 
     def field_names(self) -> dict[str, str]:
         """Names this body uses for fields that core records call otherwise."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"prompt": "messages", "max_tokens": limit, **self.grammar_names()}
+        return {"prompt": "messages", "max_tokens": limit, **self.common_names()}
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -228,12 +252,14 @@ class CompletionsRequest(_Common):
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
-    def to_sampling(self) -> SamplingParams:
-        limit = COMPLETIONS_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling(limit, self.logprobs)
+    def to_sampling(self, info: EngineInfo) -> SamplingParams:
+        limit = self.max_tokens
+        if limit is None and info.default_max_tokens is None:
+            limit = COMPLETIONS_DEFAULT_MAX_TOKENS
+        return self.sampling(info, limit, self.logprobs)
 
     def field_names(self) -> dict[str, str]:
-        return self.grammar_names()
+        return self.common_names()
 
 
 def _bias_items(logit_bias: dict[str, float]) -> list[tuple[int, float]]:
@@ -260,8 +286,15 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
 _Body = TypeVar("_Body", bound=_Common)
 
 
-def parse(model: type[_Body], body: bytes) -> _Body:
-    """The request in `body`, or an `InvalidRequest`/`UnsupportedField` naming the first bad field."""
+def parse(
+    model: type[_Body],
+    body: bytes,
+    options_of: Callable[[str], type[BaseModel] | None] = lambda name: None,
+) -> _Body:
+    """The request in `body`, or an `InvalidRequest`/`UnsupportedField` naming the first bad field.
+
+    `options_of` gives the fields that the named model takes beyond the common ones, or raises.
+    """
     try:
         data = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -271,8 +304,16 @@ def parse(model: type[_Body], body: bytes) -> _Body:
     asked = {key: value for key, value in data.items() if not _asks_nothing(key, value)}
     if isinstance(asked.get("messages"), list):
         asked["messages"] = [_without_empty(message) for message in asked["messages"]]
+    named = asked.get("model")
+    options_model = options_of(named) if isinstance(named, str) else None
+    own: dict[str, Any] = {}
+    if options_model is not None:
+        known = options_model.model_fields
+        own = {key: asked.pop(key) for key in list(asked) if key in known and key not in model.model_fields}
     try:
         request = model.model_validate(asked)
+        if options_model is not None and own:
+            request._options = options_model.model_validate(own)
     except ValidationError as error:
         raise _first_error(error) from None
     if request.stream_options is not None and not request.stream:

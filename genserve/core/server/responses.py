@@ -20,7 +20,7 @@ from genserve.core.runtime.choice import ChoiceDelta
 from genserve.core.runtime.completion import Usage
 from genserve.core.server import sse
 from genserve.core.text.tokenizer import Tokenizer
-from genserve.core.types import TokenLogprobs
+from genserve.core.types import TokenLogprobs, Unmasked
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -77,6 +77,22 @@ class _Format:
     def usage_chunk(self, usage: Usage) -> bytes:
         return sse.event(dumps({**self._chunk_base, "choices": [], "usage": usage_object(usage)}))
 
+    def _unmasked(self, unmasked: Sequence[Unmasked]) -> str:
+        """The rest of a chunk's choice: tokens by their place in the answer; an edited one comes again."""
+        if not unmasked:
+            return ""
+        events = [
+            {
+                "position": event.position,
+                "token": self._tokenizer.token_bytes(event.token_id).decode(errors="replace"),
+                "token_id": event.token_id,
+                "confidence": _finite(event.confidence),
+                "step": event.step,
+            }
+            for event in unmasked
+        ]
+        return f',"unmasked":{dumps(events)}'
+
     def _body(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         return dumps({**self._base, "choices": choices, "usage": usage_object(usage)}).encode()
 
@@ -102,14 +118,14 @@ class ChatFormat(_Format):
         return "".join([f"{self._head}{i}{rest}{self._tail}" for i in range(num_choices)]).encode()
 
     def chunk(self, delta: ChoiceDelta) -> bytes:
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        if not (delta.text or delta.logprobs or delta.finish_reason or delta.unmasked):
             return b""
         content = f'{{"content":{_quoted(delta.text)}}}' if delta.text or delta.logprobs else "{}"
         logprobs = dumps(self._logprobs([delta])) if delta.logprobs else "null"
         finish = f'"{delta.finish_reason}"' if delta.finish_reason else "null"
         return (
             f'{self._head}{delta.index},"delta":{content},"logprobs":{logprobs},'
-            f'"finish_reason":{finish}{self._tail}'
+            f'"finish_reason":{finish}{self._unmasked(delta.unmasked)}{self._tail}'
         ).encode()
 
     def body(self, deltas: Sequence[ChoiceDelta], num_choices: int, usage: Usage) -> bytes:
@@ -153,13 +169,13 @@ class CompletionsFormat(_Format):
         return b""
 
     def chunk(self, delta: ChoiceDelta) -> bytes:
-        if not (delta.text or delta.logprobs or delta.finish_reason):
+        if not (delta.text or delta.logprobs or delta.finish_reason or delta.unmasked):
             return b""
         logprobs = dumps(self._logprobs([delta])) if delta.logprobs else "null"
         finish = f'"{delta.finish_reason}"' if delta.finish_reason else "null"
         return (
             f'{self._head}{delta.index},"text":{_quoted(delta.text)},"logprobs":{logprobs},'
-            f'"finish_reason":{finish}{self._tail}'
+            f'"finish_reason":{finish}{self._unmasked(delta.unmasked)}{self._tail}'
         ).encode()
 
     def body(self, deltas: Sequence[ChoiceDelta], num_choices: int, usage: Usage) -> bytes:

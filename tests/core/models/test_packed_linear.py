@@ -40,10 +40,10 @@ def test_bf16_weights_give_the_float32_results_bit_for_bit(num_rows):
     torch.manual_seed(0)
     weight = torch.randn(70, 300).bfloat16().float()
     narrow = PackedLinear(weight, None, ThreadTeam())
-    assert narrow._panels.dtype is torch.bfloat16
+    assert narrow.panels.dtype is torch.bfloat16
     weight[0, 0] += 1e-4
     wide = PackedLinear(weight, None, ThreadTeam())
-    assert wide._panels.dtype is torch.float32
+    assert wide.panels.dtype is torch.float32
     x = torch.randn(num_rows, 300)
     assert torch.equal(narrow(x)[:, 1:], wide(x)[:, 1:])
 

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 import pytest
@@ -61,6 +62,8 @@ class EngineUnderTest:
 
     engine: EngineClient
     tokenizer: Tokenizer
+    check: Any = None
+    options_model: Any = None
 
 
 def make_engine(script=babble, **info) -> EngineUnderTest:
@@ -186,8 +189,9 @@ def serve_engine():
                 engine = await engine
             made["engine"] = engine
             client = engine.engine
+            completer = Completer(client, engine.tokenizer, check=engine.check)
             model = ServedModel(
-                "tiny", 1_700_000_000, Completer(client, engine.tokenizer), engine.tokenizer, client.info
+                "tiny", 1_700_000_000, completer, engine.tokenizer, client.info, engine.options_model
             )
             gateway = made["gateway"] = Gateway([model], **(gateway_options or {}))
             return Parts(create_app(gateway, **app_options), gateway, client.aclose)

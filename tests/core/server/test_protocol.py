@@ -50,7 +50,7 @@ def test_any_values_are_served_or_refused_by_the_name_of_a_field(model, changes)
     try:
         request = parse(model, body)
         names = request.field_names()
-        sampling = request.to_sampling()
+        sampling = request.to_sampling(engine_info())
         COMPLETER.prepare(CompletionRequest("r", (5, 6), sampling, request.n, tuple(request.stop)))
     except InvalidRequest as error:
         refused = error

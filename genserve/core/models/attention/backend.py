@@ -19,7 +19,10 @@ PAGED = "genserve_paged"
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How scores are made: scale, sliding window in tokens (0: none), logit softcap (0: none)."""
+    """How scores are made: scale, sliding window in tokens (0: none), logit softcap (0: none).
+
+    With a window a token sees nothing at `its anchor - window_tokens` or before.
+    """
 
     scale: float
     window_tokens: int = 0
@@ -27,7 +30,7 @@ class AttentionRule:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over paged KV. Shapes: T tokens, H query heads, K KV heads, D head dims.
+    """Attention over paged KV. Shapes: T tokens, H query heads, K KV heads, D head dims.
 
     A class also says, before it is built, what a page costs: `page_bytes(layers, dtype)`.
     """
@@ -44,7 +47,7 @@ class AttentionBackend(Protocol):
     def attend(
         self, layer: int, query_THD: torch.Tensor, batch: PagedBatch, rule: AttentionRule
     ) -> torch.Tensor:
-        """[T, H, D] in the query's dtype; each token sees its sequence up to and including itself."""
+        """[T, H, D] in the query's dtype; each token sees positions [0, `batch.ends_T`) of its sequence."""
         ...
 
 

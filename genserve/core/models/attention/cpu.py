@@ -103,7 +103,8 @@ class CpuAttention:
                 self._dtype is torch.bfloat16,
                 batch.page_table,
                 batch.token_slots_T,
-                batch.positions_T,
+                batch.ends_T,
+                batch.anchors_T,
                 np.float32(rule.scale),
                 rule.window_tokens,
                 np.float32(rule.softcap),
@@ -125,7 +126,7 @@ class CpuAttention:
         num_tokens = len(batch.positions_T)
         if self._team.num_threads == 1:
             return [0, num_tokens]
-        work = np.cumsum(batch.positions_T + 1)
+        work = np.cumsum(batch.ends_T)
         num_parts = min(num_tokens, self._team.num_parts(2 * int(work[-1]) * width))
         targets = work[-1] * np.arange(1, num_parts) / num_parts
         return [0, *np.searchsorted(work, targets).tolist(), num_tokens]

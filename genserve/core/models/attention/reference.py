@@ -56,21 +56,22 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         out = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         for span in batch.spans:
-            end = span.start + span.num_tokens
+            rows = slice(span.row, span.row + span.num_tokens)
+            end = int(batch.ends_T[rows].max())
             num_pages = -(-end // self._page_tokens)
             ids = torch.from_numpy(batch.page_table[span.slot, :num_pages].astype("int64")).to(self._device)
             keys, values = self._pages[layer][:, ids].flatten(1, 2)[:, :end].float()
-            rows = slice(span.row, span.row + span.num_tokens)
             query = query_THD[rows].float()
             group = query.shape[1] // keys.shape[1]
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
             scores = torch.einsum("qhd,khd->hqk", query, keys) * rule.scale
             if rule.softcap:
                 scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            q_at = torch.arange(span.start, end, device=self._device)[:, None]
+            q_end = torch.from_numpy(batch.ends_T[rows]).to(self._device)[:, None]
             k_at = torch.arange(end, device=self._device)[None]
-            hidden = k_at > q_at
+            hidden = k_at >= q_end
             if rule.window_tokens:
+                q_at = torch.from_numpy(batch.anchors_T[rows]).to(self._device)[:, None]
                 hidden |= k_at <= q_at - rule.window_tokens
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)

@@ -172,7 +172,8 @@ def attend_rows(
     bf16,
     page_table,  # int32 [slot, page]
     token_slots,  # int64 [token]
-    positions,  # int64 [token]
+    ends,  # int64 [token]: sees [0, end)
+    anchors,  # int64 [token]: its window is counted back from here
     scale,
     window,  # 0: none
     softcap,  # 0: none
@@ -187,7 +188,7 @@ def attend_rows(
     # after their last use by name, however long their addresses are used.
     longest = 0
     for row in range(first_row, last_row):
-        longest = max(longest, positions[row] + 1)
+        longest = max(longest, ends[row])
     row_floats = (longest + PAGE - 1) // PAGE * PAGE
     most = ROWS_W1 if wide else 4
     scores = np.empty(most * row_floats, np.float32)
@@ -210,9 +211,15 @@ def attend_rows(
         ):
             num_rows += 1
         pages = page_table[slot]
-        end = positions[row + num_rows - 1] + 1
+        end, first_page = ends[row], 0
+        for other in range(row + 1, row + num_rows):
+            end = max(end, ends[other])
         last_page = (end + PAGE - 1) // PAGE
-        first_page = max(0, positions[row] + 1 - window) // PAGE if window > 0 else 0
+        if window > 0:
+            lowest = anchors[row]
+            for other in range(row + 1, row + num_rows):
+                lowest = min(lowest, anchors[other])
+            first_page = max(0, lowest + 1 - window) // PAGE
         for kv_head in range(num_kv_heads):
             shape = (num_kv_heads, kv_head, num_dims, num_padded_dims, bf16)
             for first_head in range(kv_head * group, (kv_head + 1) * group, heads_together):
@@ -236,8 +243,9 @@ def attend_rows(
                 )
                 sums[: num * num_padded_dims] = np.float32(0)
                 for item in range(num):
-                    own_end = positions[row + item // num_heads_here] + 1
-                    own_begin = max(0, own_end - window) if window > 0 else 0
+                    token = row + item // num_heads_here
+                    own_end = ends[token]
+                    own_begin = max(0, anchors[token] + 1 - window) if window > 0 else 0
                     at_own = at_scores + 4 * item * row_floats
                     own = scores[item * row_floats : (item + 1) * row_floats]
                     total = _softmax(

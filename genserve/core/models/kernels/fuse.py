@@ -6,6 +6,7 @@ gives the same on random inputs. Whatever is not recognised stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -23,15 +24,15 @@ class RmsNorm(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
-        self._weight = weight.detach().clone().contiguous()
-        self._eps = np.float32(eps)
+        self.weight = weight.detach().clone().contiguous()
+        self.eps = np.float32(eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         width = x.shape[-1]
         rms_norm_rows(
-            x.data_ptr(), self._weight.data_ptr(), self._eps, out.data_ptr(), x.numel() // width, width
+            x.data_ptr(), self.weight.data_ptr(), self.eps, out.data_ptr(), x.numel() // width, width
         )
         return out
 
@@ -45,11 +46,11 @@ class GatedMlp(torch.nn.Module):
         super().__init__()
         biases = [layer.bias for layer in (gate, up)]
         bias = None if biases[0] is None or biases[1] is None else torch.cat([b.detach() for b in biases])
-        self._gate_up = PackedLinear(torch.cat([gate.weight.detach(), up.weight.detach()]), bias, team)
-        self._down = PackedLinear(down.weight.detach(), down.bias, team)
+        self.gate_up = PackedLinear(torch.cat([gate.weight.detach(), up.weight.detach()]), bias, team)
+        self.down = PackedLinear(down.weight.detach(), down.bias, team)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(_silu_mul(self._gate_up(x)))
+        return self.down(_silu_mul(self.gate_up(x)))
 
 
 def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -63,10 +64,18 @@ class Experts(torch.nn.Module):
     """A mixture's experts, each a gated MLP whose gate and up come as one weight.
 
     gate_up_EOH, down_EHI  float32 weights of all experts.
+    activation             of the gate; None is silu.
     """
 
-    def __init__(self, gate_up_EOH: torch.Tensor, down_EHI: torch.Tensor, team: ThreadTeam) -> None:
+    def __init__(
+        self,
+        gate_up_EOH: torch.Tensor,
+        down_EHI: torch.Tensor,
+        team: ThreadTeam,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self._activation = activation
         self._gate_up = [PackedLinear(weight, None, team) for weight in gate_up_EOH.detach()]
         self._down = [PackedLinear(weight, None, team) for weight in down_EHI.detach()]
 
@@ -75,7 +84,12 @@ class Experts(torch.nn.Module):
         # Expert by expert, so that each token sums its experts in the same order in any batch.
         for expert in chosen_TK.unique().tolist():
             tokens, places = torch.where(chosen_TK == expert)
-            gated = _silu_mul(self._gate_up[expert](x_TH[tokens]))
+            gate_up = self._gate_up[expert](x_TH[tokens])
+            if self._activation is None:
+                gated = _silu_mul(gate_up)
+            else:
+                gate, up = gate_up.chunk(2, dim=-1)
+                gated = self._activation(gate) * up
             out_TH.index_add_(0, tokens, self._down[expert](gated) * weights_TK[tokens, places, None])
         return out_TH
 
@@ -150,6 +164,9 @@ def _as_experts(module: torch.nn.Module, team: ThreadTeam) -> torch.nn.Module | 
     chosen = torch.arange(2 * _PROBE_ROWS).view(_PROBE_ROWS, 2) % num_experts
     weights = torch.linspace(0.1, 0.9, 2 * _PROBE_ROWS).view(_PROBE_ROWS, 2)
     candidate = Experts(gate_up, down, team)
+    activation: Any = getattr(module, "act_fn", None)
+    if not _agree(module, candidate, x, chosen, weights) and activation is not None:
+        candidate = Experts(gate_up, down, team, activation)
     return candidate if _agree(module, candidate, x, chosen, weights) else None
 
 

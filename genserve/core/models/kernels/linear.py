@@ -25,7 +25,7 @@ from genserve.core.models.kernels.vector_ir import (
 
 PANEL = 64
 # Inner indices per partial sum: keeps a panel's part in cache and the rounding error low.
-_DEPTH = 128
+DEPTH = 128
 # From so many blocks of rows on, a part of bfloat16 weights is made float32 once instead of in each.
 _WIDEN_FROM_BLOCKS = 3
 # Rows at a time over all panels.
@@ -48,7 +48,7 @@ def _multiply(
     wide,  # whether the registers hold the larger blocks (AVX-512)
     scratch,
     tail,
-    wide_part,  # float32 [_DEPTH * PANEL]
+    wide_part,  # float32 [DEPTH * PANEL]
 ):
     # Strides in bytes. Rows go in tiles, whose part of `x` stays in cache while all panels pass by, and
     # in a tile in blocks of about equal size that fit the registers. The last panel, if only `tail` of
@@ -70,8 +70,8 @@ def _multiply(
             target, stride = out + panel * PANEL * _BYTES, out_stride
             if tail > 0 and panel == last_panel - 1:
                 target, stride = np.int64(scratch.ctypes.data), PANEL * _BYTES
-            for start in range(0, num_in, _DEPTH):
-                count = min(_DEPTH, num_in - start)
+            for start in range(0, num_in, DEPTH):
+                count = min(DEPTH, num_in - start)
                 at_w = at_panel + start * PANEL * weight_bytes
                 at_part, part_inner, part_bytes = at_w, inner, weight_bytes
                 if widen:
@@ -141,7 +141,7 @@ class PackedLinear(torch.nn.Module):
     weight  float32 [out, in]. Input `[..., in]` float32 on the CPU; output `[..., out]`.
 
     Weights whose values are all bfloat16 (a checkpoint published so) are kept as bfloat16: half the
-    memory to read, and the same float32 results bit for bit.
+    memory to read, and the same float32 results bit for bit. `panels` are the packed weights.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, team: ThreadTeam) -> None:
@@ -153,9 +153,9 @@ class PackedLinear(torch.nn.Module):
             weight = torch.nn.functional.pad(weight, (0, 0, 0, padded - self.out_features))
         panels = weight.view(self._num_panels, PANEL, self.in_features).permute(0, 2, 1)
         narrow = panels.bfloat16()
-        self._panels = (narrow if torch.equal(narrow.float(), panels) else panels).contiguous()
-        self._bias = None if bias is None else bias.detach().clone()
-        self._team = team
+        self.panels = (narrow if torch.equal(narrow.float(), panels) else panels).contiguous()
+        self.bias = None if bias is None else bias.detach().clone()
+        self.team = team
         self._wide = registers_are_wide()
         self._tail = self.out_features % PANEL
 
@@ -164,10 +164,10 @@ class PackedLinear(torch.nn.Module):
         if x_RI.stride(1) != 1:
             x_RI = x_RI.contiguous()
         num_rows = x_RI.shape[0]
-        if self._bias is None:
+        if self.bias is None:
             out_RO = torch.zeros(num_rows, self.out_features)
         else:
-            out_RO = self._bias.repeat(num_rows, 1)
+            out_RO = self.bias.repeat(num_rows, 1)
         scratch = np.zeros((num_rows if self._tail else 1, PANEL), np.float32)
         last = self._num_panels
 
@@ -176,8 +176,8 @@ class PackedLinear(torch.nn.Module):
                 x_RI.data_ptr(),
                 x_RI.stride(0) * _BYTES,
                 num_rows,
-                self._panels.data_ptr(),
-                self._panels.itemsize,
+                self.panels.data_ptr(),
+                self.panels.itemsize,
                 self.in_features,
                 out_RO.data_ptr(),
                 self.out_features * _BYTES,
@@ -186,11 +186,11 @@ class PackedLinear(torch.nn.Module):
                 self._wide,
                 scratch,
                 self._tail if last_panel == last else 0,
-                np.empty(_DEPTH * PANEL if self._panels.itemsize == 2 else 0, np.float32),
+                np.empty(DEPTH * PANEL if self.panels.itemsize == 2 else 0, np.float32),
             )
 
         # Reading a weight costs as much as some multiplications: few rows are worth threads, too.
-        self._team.share(part, last, max(num_rows, 16) * self.in_features * self.out_features)
+        self.team.share(part, last, max(num_rows, 16) * self.in_features * self.out_features)
         if self._tail:
             out_RO[:, -self._tail :] += torch.from_numpy(scratch[:, : self._tail])
         return out_RO.view(*x.shape[:-1], self.out_features)

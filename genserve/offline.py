@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from genserve.ar.llm import AsyncLLM
 from genserve.core.errors import GenserveError
 from genserve.core.metrics.recorder import Recorder
 from genserve.core.metrics.timelines import RequestLog, Timeline
 from genserve.core.types import SamplingParams
 from genserve.core.workload.spec import RequestSpec, synthesize_prompt
 from genserve.core.workload.workload import Workload
+from genserve.llm import AsyncLLM
 
 # Called with (requests ended, all requests, output tokens so far, seconds so far).
 OnProgress = Callable[[int, int, int, float], None]

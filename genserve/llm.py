@@ -1,4 +1,4 @@
-"""The library's front door: a language model in this process (or in a Ray actor), sync and async.
+"""The library's front door: a language model of any family in this process (or in Ray actors), sync and async.
 
     from genserve import LLM
     with LLM("smollm2") as llm:
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
 
-from genserve.ar.config import ArConfig
-from genserve.ar.options import completion_request
-from genserve.core.config import load
 from genserve.core.errors import GenserveError, InvalidRequest
 from genserve.core.runtime.choice import ChoiceDelta
 from genserve.core.runtime.client import EngineClient
-from genserve.core.runtime.completion import Completer, Completion, Usage
+from genserve.core.runtime.completion import Completion, Usage
+from genserve.core.runtime.request_options import completion_request
+from genserve.core.server.gateway import ServedModel
 from genserve.core.text.tokenizer import Tokenizer
-from genserve.core.types import FinishReason, TokenLogprobs
+from genserve.core.types import EngineInfo, FinishReason, TokenLogprobs
+from genserve.families import start_model
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -70,26 +70,24 @@ class Generation:
 class AsyncLLM:
     """A language model on the running event loop. Start it with `await AsyncLLM.start(...)`."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer) -> None:
-        self._engine = engine
-        self._completer = Completer(engine, tokenizer, clock=asyncio.get_running_loop().time)
+    def __init__(self, served: ServedModel) -> None:
+        self._completer = served.completer
         self._ids = itertools.count()
-        self.tokenizer = tokenizer
+        self.tokenizer = served.tokenizer
 
     @classmethod
     async def start(
         cls, model: str, *, on_progress: Callable[[Any], None] | None = None, **options: Any
     ) -> AsyncLLM:
-        """Load `model` (fetched if it is a built-in) with the options of `ArConfig`."""
-        from genserve.ar.serve import start_engine
+        """Load `model` (fetched if need be) with the options of its family: `ArConfig` or `DllmConfig`.
 
-        config = load(ArConfig, model=model, **options)
-        engine, hf_tokenizer = await start_engine(config, on_progress)
-        return cls(engine, Tokenizer(hf_tokenizer))
+        `family` among the options names the family where the model does not tell it.
+        """
+        return cls(await start_model(model, options, on_progress))
 
     @property
     def engine(self) -> EngineClient:
-        return self._engine
+        return self._completer.engine
 
     async def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Complete one prompt (text or token ids). `options`: see `completion_request`."""
@@ -114,7 +112,7 @@ class AsyncLLM:
 
     async def aclose(self) -> None:
         """Abort what runs and free the engine."""
-        await self._engine.aclose()
+        await self.engine.aclose()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -137,6 +135,7 @@ class AsyncLLM:
 
     def _start(self, prompt_token_ids: tuple[int, ...], options: dict[str, Any]) -> Completion:
         request_id = f"llm-{next(self._ids)}"
+        options.setdefault("default_temperature", self._completer.info.default_temperature)
         return self._completer.complete(completion_request(request_id, prompt_token_ids, **options))
 
 
@@ -204,6 +203,11 @@ class LLM:
     def stream_chat(self, messages: Sequence[Message], **options: Any) -> Iterator[ChoiceDelta]:
         """Answer one conversation as it comes."""
         return self._iterate(self._open().stream_chat(messages, **options))
+
+    @property
+    def info(self) -> EngineInfo:
+        """The limits of model and engine."""
+        return self._open().engine.info
 
     def stats(self) -> dict[str, float]:
         """The engine's gauges and counters."""

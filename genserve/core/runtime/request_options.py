@@ -14,6 +14,8 @@ from genserve.core.runtime.choice import CompletionRequest
 from genserve.core.runtime.sampling_limits import check_number
 from genserve.core.types import Grammar, SamplingParams
 
+_OWN = ("n", "stop", "json_schema", "regex", "timeout_s", "options", "include_unmasking")
+
 
 def completion_request(
     request_id: str,
@@ -28,6 +30,9 @@ def completion_request(
     json_schema: str | dict[str, Any] | None = None,
     regex: str | None = None,
     logit_bias: dict[int, float] | None = None,
+    options: Any = None,
+    include_unmasking: bool = False,
+    default_temperature: float | None = None,
     **fields: Any,
 ) -> CompletionRequest:
     """A request from keyword options.
@@ -38,14 +43,20 @@ def completion_request(
     stop         strings that end a choice; not part of its text.
     timeout_s    seconds (above 0) from now until the request is given up (`DeadlineExceeded`).
     json_schema, regex  constrain the text; give one at most.
+    options      what the model's family takes beyond these, by name (of a diffusion model: `cache`,
+                 `unmasking`, `threshold`, `block_length`, `steps`, `suffix`, `pinned`, ...).
+    include_unmasking  the deltas also tell each token that a diffusion model puts anywhere.
+    default_temperature  of requests that name neither `sampling` nor `temperature`.
     """
     if sampling is None:
         sampling = SamplingParams()
+        if default_temperature is not None:
+            sampling = replace(sampling, temperature=default_temperature)
     elif not isinstance(sampling, SamplingParams):
         raise InvalidRequest("sampling", f"must be a SamplingParams, not {type(sampling).__name__}")
     unknown = [name for name in fields if name not in SamplingParams.__slots__]
     if unknown:
-        known = ", ".join((*SamplingParams.__slots__, "n", "stop", "json_schema", "regex", "timeout_s"))
+        known = ", ".join((*SamplingParams.__slots__, *_OWN))
         raise InvalidRequest(unknown[0], f"no such option; there is: {known}")
     if json_schema is not None and regex is not None:
         raise InvalidRequest("regex", "json_schema and regex exclude each other")
@@ -76,6 +87,8 @@ def completion_request(
         stop=(stop,) if isinstance(stop, str) else _items("stop", stop, "strings"),
         continues_prompt=continues_prompt,
         deadline_s=deadline_s,
+        options=options,
+        include_unmasking=include_unmasking,
     )
 
 

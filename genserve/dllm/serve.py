@@ -1,0 +1,340 @@
+"""Composition root of diffusion serving: a dispatcher, its engines, their workers, one model for all of them.
+
+With executor "thread" everything is on this event loop but the workers' steps; they share the weights,
+each has a KV pool of its own. With "ray" each engine lives in an actor with its device and its weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from genserve.core.errors import ConfigError, InvalidRequest
+from genserve.core.kv.blocks import PAGE_TOKENS
+from genserve.core.metrics.recorder import Recorder
+from genserve.core.runtime.client import EngineClient
+from genserve.core.types import EngineInfo
+from genserve.dllm.config import DllmConfig
+from genserve.dllm.dispatcher import Dispatcher
+from genserve.dllm.engine import Engine, EngineLimits
+from genserve.dllm.messages import EngineBack, EngineLost
+from genserve.dllm.options import (
+    CACHES,
+    UNSUPPORTED,
+    UNSUPPORTED_BY_CANVAS,
+    DiffusionCheck,
+    DiffusionOptions,
+    ServedFacts,
+    check_params,
+)
+from genserve.dllm.request import DiffusionParams, Unmasking
+
+if TYPE_CHECKING:
+    from genserve.core.runtime.executors import Worker
+    from genserve.core.runtime.ray_controller import RemoteParts
+    from genserve.core.server.gateway import ServedModel
+    from genserve.dllm.models.interface import LoadedDiffusionModel
+
+DISPATCHER = "dispatcher"
+
+Progress = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What clients and the dispatcher must know of a loaded model: small, and the same in every process."""
+
+    info: EngineInfo
+    limits: EngineLimits
+    facts: ServedFacts
+
+
+@dataclass(frozen=True, slots=True)
+class DllmParts:
+    """What `assemble` made: the engines by name and the worker of each engine's lane."""
+
+    described: Described
+    dispatcher: Dispatcher
+    engines: Mapping[str, Engine]
+    workers: Mapping[str, Worker]
+    recorder: Recorder
+    tokenizer: Any
+
+
+def load(config: DllmConfig, on_progress: Progress | None = None) -> LoadedDiffusionModel:
+    """Load the model, its threads shared out among the workers of this process. Blocks; raises `ConfigError`."""
+    from genserve.core.models.source import resolve
+
+    source = resolve(config.model)  # before the imports that take seconds
+    import torch
+
+    from genserve.core.models.fetch import FetchProgress
+    from genserve.core.models.kernels.threads import ThreadTeam
+    from genserve.dllm.models.registry import load_diffusion_model
+
+    if on_progress is not None:
+        on_progress(FetchProgress(source.name, "load"))
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = threads_each(config)
+    torch.set_num_threads(threads)
+    return load_diffusion_model(
+        source,
+        dtype=config.dtype,
+        device=device,
+        mask_token_id=config.mask_token_id,
+        team=ThreadTeam(threads),
+    )
+
+
+def threads_each(config: DllmConfig) -> int:
+    """CPU threads of one worker: what there is, divided."""
+    return max(1, (config.num_threads or os.cpu_count() or 1) // config.num_workers)
+
+
+def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
+    """Limits and defaults of a served model; `ConfigError` for a configuration that it cannot have."""
+    context = loaded.max_context_tokens
+    if config.max_context_tokens is not None:
+        if config.max_context_tokens > context:
+            raise ConfigError(
+                f"max_context_tokens: {loaded.name} has {context} at most, not {config.max_context_tokens}"
+            )
+        context = config.max_context_tokens
+    per_page = _attention(loaded).page_bytes(loaded.model.layer_specs, loaded.dtype)
+    num_pages = config.kv_pool // per_page
+    if num_pages < 1:
+        raise ConfigError(f"kv_pool: {config.kv_pool} bytes hold no page; one takes {per_page} bytes")
+    # Pages that no set of running requests could ever fill would be memory for nothing.
+    copies = 2 if loaded.family == "bidirectional" else 1
+    num_pages = min(num_pages, copies * config.max_running * -(-context // PAGE_TOKENS))
+    limits = EngineLimits(
+        num_pages=num_pages,
+        max_context_tokens=context,
+        max_running=config.max_running,
+        budget_tokens=config.budget_tokens,
+        policy=config.budget_policy,
+        prefix_cache=config.prefix_cache,
+        shifted=bool(loaded.shift),
+        fill_token_id=loaded.eos_token_ids[0] if loaded.eos_token_ids else 0,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    info = EngineInfo(
+        model=config.name or loaded.name,
+        family="dllm",
+        vocab_size=loaded.num_valid_tokens,
+        max_context_tokens=context,
+        kv_pool_tokens=num_pages * PAGE_TOKENS,
+        max_queued_requests=config.max_queued_requests,
+        eos_token_ids=loaded.eos_token_ids,
+        default_max_tokens=config.default_max_tokens,
+        default_temperature=1.0 if loaded.family == "canvas" else 0.0,
+        unsupported=UNSUPPORTED_BY_CANVAS if loaded.family == "canvas" else UNSUPPORTED,
+    )
+    facts = ServedFacts(loaded.family, loaded.shift, loaded.mask_token_id, _defaults(config, loaded))
+    try:
+        check_params(facts.defaults, facts, info)
+    except InvalidRequest as error:
+        raise ConfigError(f"{loaded.name}: {error}") from error
+    return Described(info, limits, facts)
+
+
+def _defaults(config: DllmConfig, loaded: LoadedDiffusionModel) -> DiffusionParams:
+    # Block-causal models are published with a strict comparison.
+    rule = Unmasking(strict=loaded.family == "block_causal")
+    if loaded.canvas is not None:
+        entropy, confidence = loaded.canvas.entropy_bound, loaded.canvas.confidence
+        rule = Unmasking("entropy_bound", entropy_bound=entropy, threshold=confidence)
+    if config.threshold is not None:
+        rule = replace(rule, threshold=config.threshold)
+    return DiffusionParams(
+        cache=config.cache or CACHES[loaded.family][0],
+        unmasking=rule,
+        block_length=config.block_length or loaded.default_block_length,
+    )
+
+
+def _attention(loaded: LoadedDiffusionModel) -> Any:
+    from genserve.core.models.attention.cpu import CpuAttention
+    from genserve.core.models.attention.reference import ReferenceAttention
+
+    return CpuAttention if loaded.device.type == "cpu" else ReferenceAttention
+
+
+def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: EngineLimits) -> Worker:
+    """A worker with a KV pool of its own over a loaded model, warmed up."""
+    from genserve.core.models.kernels.threads import ThreadTeam
+    from genserve.dllm.canvas_worker import CanvasWorker
+    from genserve.dllm.worker import DllmWorker
+
+    specs = loaded.model.layer_specs
+    backend: Any
+    if loaded.device.type == "cpu":
+        team = ThreadTeam(threads_each(config))
+        backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, team)
+    else:
+        backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, PAGE_TOKENS, loaded.device)
+    kind = CanvasWorker if loaded.family == "canvas" else DllmWorker
+    worker = kind(
+        loaded, backend, num_slots=limits.max_running, max_pages=-(-limits.max_context_tokens // PAGE_TOKENS)
+    )
+    worker.warm_up()
+    return worker
+
+
+def engine_names(config: DllmConfig) -> list[str]:
+    return [f"engine-{index}" for index in range(config.num_workers)]
+
+
+def assemble(config: DllmConfig, loaded: LoadedDiffusionModel) -> DllmParts:
+    """A dispatcher and `num_workers` engines and workers in this process around one loaded model."""
+    described = describe(config, loaded)
+    engines = {name: Engine(name, described.limits, DISPATCHER) for name in engine_names(config)}
+    workers = {engine.lane: make_worker(config, loaded, described.limits) for engine in engines.values()}
+    recorder = Recorder()
+    dispatcher = _dispatcher(config, described, recorder)
+    return DllmParts(described, dispatcher, engines, workers, recorder, loaded.tokenizer)
+
+
+def _dispatcher(config: DllmConfig, described: Described, recorder: Recorder) -> Dispatcher:
+    return Dispatcher(engine_names(config), described.limits, config.routing, recorder=recorder)
+
+
+def figures(dispatcher: Dispatcher, engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of dispatcher and engines, with averages since the start.
+
+    A step is one packed forward pass, a pass one request's part of it.
+    """
+    stats = dispatcher.stats(engines)
+
+    def per(total: str, count: str) -> float:
+        return stats.get(total, 0.0) / max(stats.get(count, 0.0), 1.0)
+
+    return {
+        **stats,
+        "tokens_per_forward": per("num_commits", "num_steps"),
+        "tokens_per_pass": per("num_commits", "num_passes"),
+        "passes_per_block": per("num_passes", "num_blocks"),
+        "prefill_tokens_per_step": per("num_prefill_tokens", "num_steps"),
+        "decode_tokens_per_step": per("num_decode_tokens", "num_steps"),
+    }
+
+
+async def start_local(parts: DllmParts) -> EngineClient:
+    """Run dispatcher and engines on this event loop, each worker on a thread."""
+    from genserve.core.runtime.executors import ThreadExecutor
+    from genserve.core.runtime.local_engine import LocalEngine
+
+    executors = {lane: ThreadExecutor(worker, lane) for lane, worker in parts.workers.items()}
+    return LocalEngine(
+        parts.described.info,
+        parts.dispatcher,
+        executors,
+        entry=DISPATCHER,
+        others=parts.engines,
+        figures=partial(figures, parts.dispatcher),
+    )
+
+
+async def build_remote(config: DllmConfig, name: str) -> RemoteParts:
+    """What an actor runs: one engine and its worker, with weights of their own."""
+    from genserve.core.runtime.executors import ThreadExecutor
+    from genserve.core.runtime.ray_controller import RemoteParts
+
+    loaded = load(config)
+    described = describe(config, loaded)
+    engine = Engine(name, described.limits, DISPATCHER)
+    worker = make_worker(config, loaded, described.limits)
+    return RemoteParts(engine, {engine.lane: ThreadExecutor(worker, engine.lane)}, described)
+
+
+async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[EngineClient, Described]:
+    """A dispatcher on this event loop, over engines in Ray actors."""
+    from genserve.core.runtime.local_engine import LocalEngine
+    from genserve.core.runtime.ray_controller import RemoteController
+
+    names = engine_names(config)
+    starting = [
+        asyncio.ensure_future(
+            RemoteController.start(
+                name,
+                build_remote,
+                config,
+                name,
+                reply_to=(DISPATCHER,),
+                lost=partial(EngineLost, name),
+                back=partial(EngineBack, name),
+                options=_gpu_share(config),
+            )
+        )
+        for name in names
+    ]
+    started = await asyncio.gather(*starting, return_exceptions=True)
+    failures = [found for found in started if isinstance(found, BaseException)]
+    remotes = {found.name: found for found in started if not isinstance(found, BaseException)}
+    if failures:
+        await asyncio.gather(*(remote.aclose() for remote in remotes.values()))
+        raise failures[0]
+    described: Described = remotes[names[0]].described
+    dispatcher = _dispatcher(config, described, recorder)
+    engine = LocalEngine(
+        described.info,
+        dispatcher,
+        {},
+        entry=DISPATCHER,
+        remotes=remotes,
+        figures=partial(figures, dispatcher),
+    )
+    return engine, described
+
+
+def _check_tokenizer(config: DllmConfig, hf_tokenizer: Any) -> None:
+    if hf_tokenizer is None:
+        raise ConfigError(f"{config.model}: a model without a tokenizer cannot be served as text")
+
+
+def _gpu_share(config: DllmConfig) -> dict[str, float]:
+    """Options of one worker's actor: a GPU of its own, or its share if there are fewer than workers."""
+    import torch
+
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return {}
+    return {"num_gpus": min(1.0, torch.cuda.device_count() / config.num_workers)}
+
+
+async def start_served(config: DllmConfig, on_progress: Progress | None = None) -> ServedModel:
+    """Start the workers where `config.executor` says and present the model to a server or to the library."""
+    from genserve.core.runtime.completion import Completer
+    from genserve.core.server.gateway import ServedModel
+    from genserve.core.text.tokenizer import Tokenizer
+
+    aio = asyncio.get_running_loop()
+    if config.executor == "ray":
+        from genserve.core.models.source import resolve
+
+        source = resolve(config.model)  # before the imports that take seconds
+        from genserve.core.models.fetch import FetchProgress
+        from genserve.dllm.models.registry import load_diffusion_tokenizer
+
+        if on_progress is not None:
+            on_progress(FetchProgress(source.name, "load"))
+        hf_tokenizer: Any = await aio.run_in_executor(None, load_diffusion_tokenizer, source)
+        _check_tokenizer(config, hf_tokenizer)
+        recorder = Recorder()
+        engine, described = await start_remote(config, recorder)
+    else:
+        loaded = await aio.run_in_executor(None, load, config, on_progress)
+        hf_tokenizer = loaded.tokenizer
+        _check_tokenizer(config, hf_tokenizer)
+        parts = await aio.run_in_executor(None, assemble, config, loaded)
+        engine, described, recorder = await start_local(parts), parts.described, parts.recorder
+    tokenizer = Tokenizer(hf_tokenizer)
+    completer = Completer(engine, tokenizer, check=DiffusionCheck(described.facts, tokenizer), clock=aio.time)
+    info = described.info
+    return ServedModel(info.model, int(time.time()), completer, tokenizer, info, DiffusionOptions, recorder)

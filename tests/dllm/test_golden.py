@@ -1,0 +1,62 @@
+"""Recorded reference runs through the worker: every pass, packed together and one by one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genserve.dllm.golden import main, replay_folder
+
+FOLDER = Path(__file__).parents[1] / "golden" / "dllm"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_recorded_run_is_repeated(alone: bool) -> None:
+    verdicts = list(replay_folder(FOLDER, alone=alone))
+    assert [verdict for verdict in verdicts if verdict.differences] == []
+    assert sum(verdict.name.startswith(("llada", "dream")) for verdict in verdicts) == 37
+    assert sum(verdict.name.startswith("sampler/") for verdict in verdicts) == 423
+
+
+def changed(folder: Path, name: str, **fields: object) -> None:
+    path = next(FOLDER.glob(f"cases/*/{name}.json"))
+    case = json.loads(path.read_text())
+    for key, value in fields.items():
+        if value is None:
+            del case[key]
+        else:
+            case[key] = value
+    target = folder / "cases" / path.parent.name
+    target.mkdir(parents=True, exist_ok=True)
+    (target / path.name).write_text(json.dumps(case))
+
+
+def test_what_differs_or_cannot_be_said_fails_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copytree(FOLDER / "checkpoints" / "llada-a", tmp_path / "checkpoints" / "llada-a")
+    changed(tmp_path, "llada-a-13-dual-threshold")
+    changed(tmp_path, "llada-a-15-none-threshold", strategy={"kind": "threshold", "threshold": 0.3})
+    changed(tmp_path, "llada-a-16-none-quota", strategy={"kind": "oracle"})
+    changed(tmp_path, "llada-a-17-dual-random", rand=None)
+    changed(tmp_path, "llada-a-08-dual-quota", mask_id=None)
+    changed(tmp_path, "dream-a-05-none-conf")
+    assert main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "1 passed, 5 failed" in out
+    for reason in (
+        "llada-a-15-none-threshold: pass 0: pos [",
+        "llada-a-16-none-quota: cannot be replayed: strategy kind 'oracle'",
+        "llada-a-17-dual-random: error: 'rand'",
+        "llada-a-08-dual-quota: the case has no field 'mask_id'",
+        "dream-a-05-none-conf: ",
+    ):
+        assert reason in out
+
+
+def test_an_empty_folder_is_no_success(tmp_path: Path) -> None:
+    assert main([str(tmp_path)]) == 1
