@@ -6,7 +6,7 @@ its seed and its options alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,7 +59,7 @@ class _Slot:
             admit.prompt_len,
             admit.answer_end,
             admit.params.block_length,
-            aligned=admit.params.cache in ("block", "canvas"),
+            aligned=admit.params.cache == "block",
             stop_ids=admit.sampling.stop_token_ids,
         )
         self.seed = admit.sampling.seed or 0
@@ -274,3 +274,10 @@ def simulate(
     return SimulationResult(
         requests.timelines, tuple(breakdowns), duration_s, simulator.num_events, stats, recorder
     )
+
+
+def mean_breakdown(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
+    """The mean of every figure; empty for no request."""
+    names = ("e2e_s", "queue_s", "prefill_s", "decode_s", "num_blocks", "num_passes", "num_output_tokens")
+    num = len(breakdowns)
+    return {name: sum([getattr(each, name) for each in breakdowns]) / num for name in names} if num else {}

@@ -33,7 +33,7 @@ class Slot:
             admit.prompt_len,
             admit.answer_end,
             admit.params.block_length,
-            aligned=admit.params.cache in ("block", "canvas"),
+            aligned=admit.params.cache == "block",
             stop_ids=admit.sampling.stop_token_ids,
         )
         self.pages = []
