@@ -116,9 +116,147 @@ def simulate_ar(
         figures = {"num_events": result.num_events, "events_per_s": result.num_events / max(took_s, 1e-9)}
         engines.append({"offered_rate_per_s": offered.rate_per_s, **figures, "engine": dict(result.engine)})
     title = f"{model} on {tensor_parallel} x {hardware} (simulated), workload {requests.name}"
-    _report(
-        title, {**requests.summary().to_dict(), "fitted": fitted}, rows, runs, engines, limits_s, as_json, out
+    notes = [
+        f"{label}: {engine['engine']['num_steps']:,} steps, {engine['engine']['num_preemptions']:,} preemptions, "
+        f"{engine['engine']['num_cached_tokens']:,} prompt tokens from the prefix cache, "
+        f"{engine['events_per_s']:,.0f} events/s"
+        for (label, _), engine in zip(rows, engines, strict=True)
+    ]
+    described = {**requests.summary().to_dict(), "fitted": fitted}
+    cut = f"prompt and output to {half:,} tokens each"
+    _report(title, described, rows, runs, engines, limits_s, as_json, out, cut, notes)
+
+
+@app.command("dllm")
+def simulate_dllm(
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="sangam-sharegpt, sangam-arxiv, chat, code, mooncake-like, tiny, or a trace's path."
+        ),
+    ] = "sangam-sharegpt",
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(help="Requests/s; several or a comma list for a sweep; by default the workload's own."),
+    ] = None,
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at most.")] = 1000,
+    model: Annotated[str, typer.Option("--model", "-m", help="llada-8b or dream-7b.")] = "llada-8b",
+    hardware: Annotated[str, typer.Option(help="h100, h200 or a100.")] = "h100",
+    num_workers: Annotated[int, typer.Option(min=1, help="Devices, each with the whole model.")] = 8,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests in a step, at most.")] = 256,
+    budget_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a step in the long run, the paper's tau.")
+    ] = 1024,
+    policy: Annotated[str, typer.Option(help="Of the budget: signed or paper.")] = "signed",
+    routing: Annotated[
+        str, typer.Option(help="least_outstanding, round_robin or sticky.")
+    ] = "least_outstanding",
+    cache: Annotated[str, typer.Option(help="none, prefix, dual, dkv or block.")] = "dual",
+    block_length: Annotated[int, typer.Option(min=1, help="Positions denoised together.")] = 32,
+    tokens_per_pass: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Positions that a pass commits on average; by default as calibrated."),
+    ] = None,
+    num_masks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Masks appended to a prompt; by default 1024, or 512 for sangam-arxiv. Longer outputs are cut.",
+        ),
+    ] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="Folder of AIConfigurator tables to take kernel times from, not a roofline."),
+    ] = None,
+    slo: Annotated[str | None, typer.Option(help="Limits in seconds, e.g. ttft=2,e2e=20.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and passes.")] = 0,
+    as_json: opt.Json = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json and plots.")] = None,
+) -> None:
+    """Simulate dispatcher and diffusion engines on modelled hardware.
+
+    The schedulers are the server's own; a cost model tells the time, and how many positions a pass commits
+    is drawn.
+    """
+    from typing import get_args
+
+    from genserve.core.errors import ConfigError
+    from genserve.core.kv.blocks import PAGE_TOKENS
+    from genserve.core.metrics.summary import SLO, summarize
+    from genserve.core.workload.presets import open_workload
+    from genserve.dllm.cost import MODELS, open_cost
+    from genserve.dllm.engine import EngineLimits
+    from genserve.dllm.request import DiffusionParams
+    from genserve.dllm.routing import Routing
+    from genserve.dllm.simulate import Denoising, mean_breakdown, simulate
+
+    choices = {
+        "policy": (policy, ("signed", "paper")),
+        "routing": (routing, get_args(Routing)),
+        "cache": (cache, ("none", "prefix", "dual", "dkv", "block")),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ConfigError(f"{name}: no {value!r}; there are: {', '.join(known)}")
+    cost = open_cost(model, hardware, profiles)
+    shape = MODELS[model]
+    limits_s = SLO.parse(slo) if slo else None
+    masks = num_masks or (512 if workload == "sangam-arxiv" else 1024)
+    context_tokens = max(shape.context_tokens, 2 * masks)
+    num_pages = cost.kv_pool_tokens // PAGE_TOKENS
+    limits = EngineLimits(
+        num_pages,
+        context_tokens,
+        max_running,
+        budget_tokens,
+        policy,  # type: ignore[arg-type]
+        shifted=shape.shifted,
     )
+    params = DiffusionParams(cache=cache, block_length=block_length)  # type: ignore[arg-type]
+    denoising = Denoising() if tokens_per_pass is None else Denoising(tokens_per_pass)
+    wanted = open_workload(workload, num_requests, seed)
+    most = context_tokens - masks
+    requests = wanted.clip_lengths(most, masks)
+    num_cut = sum(a != b for a, b in zip(wanted.requests, requests.requests, strict=True))
+    fitted = {"num_requests": len(wanted.requests), "num_cut": num_cut, "max_prompt_tokens": most}
+    fitted["max_output_tokens"] = masks
+    rows: list[tuple[str, Summary]] = []
+    runs: dict[str, tuple[Timeline, ...]] = {}
+    engines: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for rate_per_s, _, label in parse_loads(rate or [], []):
+        offered = requests if rate_per_s is None else requests.at_rate(rate_per_s)
+        typer.echo(f"simulating {len(offered.requests)} requests, {label}", err=True)
+        start_s = time.perf_counter()
+        result = simulate(offered, limits, cost, num_workers, routing, params, masks, denoising)  # type: ignore[arg-type]
+        took_s = time.perf_counter() - start_s
+        rows.append((label, summarize(result.timelines, duration_s=result.duration_s, slo=limits_s)))
+        runs[label] = result.timelines
+        figures = {"num_events": result.num_events, "events_per_s": result.num_events / max(took_s, 1e-9)}
+        mean = mean_breakdown(result.breakdowns)
+        engines.append(
+            {
+                "offered_rate_per_s": offered.rate_per_s,
+                **figures,
+                "breakdown": mean,
+                "engine": dict(result.engine),
+            }
+        )
+        stats = result.engine
+        per_step = (stats["num_prefill_tokens"] + stats["num_decode_tokens"]) / max(stats["num_steps"], 1)
+        notes.append(
+            f"{label}: mean request {mean['queue_s']:.2f} s queued, {mean['prefill_s']:.2f} s in prefills, "
+            f"{mean['decode_s']:.2f} s in decodes; {mean['num_passes']:.0f} passes, "
+            f"{mean['num_blocks']:.1f} blocks; {per_step:,.0f} tokens per step, "
+            f"{stats['num_steps']:,.0f} steps, {figures['events_per_s']:,.0f} events/s"
+        )
+    title = (
+        f"{model} on {num_workers} x {hardware} (simulated), workload {requests.name}, "
+        f"budget {budget_tokens} {policy}"
+    )
+    described = {**requests.summary().to_dict(), "fitted": fitted}
+    cut = f"prompts to {most:,} tokens, outputs to {masks:,}"
+    _report(title, described, rows, runs, engines, limits_s, as_json, out, cut, notes)
 
 
 def _report(
@@ -130,6 +268,8 @@ def _report(
     slo: SLO | None,
     as_json: bool,
     out: Path | None,
+    cut: str,
+    notes: list[str],
 ) -> None:
     import json
     import math
@@ -167,18 +307,11 @@ def _report(
     fitted = workload["fitted"]
     if fitted["num_cut"]:
         console.print(
-            f"! {fitted['num_cut']} of {fitted['num_requests']} requests cut to fit: "
-            f"prompt and output to {fitted['max_tokens_each']:,} tokens each",
+            f"! {fitted['num_cut']} of {fitted['num_requests']} requests cut to fit: {cut}",
             style="yellow",
             highlight=False,
         )
-    for (label, _), engine in zip(rows, engines, strict=True):
-        stats = engine["engine"]
-        console.print(
-            f"{label}: {stats['num_steps']:,} steps, {stats['num_preemptions']:,} preemptions, "
-            f"{stats['num_cached_tokens']:,} prompt tokens from the prefix cache, "
-            f"{engine['events_per_s']:,.0f} events/s",
-            highlight=False,
-        )
+    for note in notes:
+        console.print(note, highlight=False)
     if out is not None:
         console.print(f"Wrote report.json and plots to {out}")

@@ -152,6 +152,9 @@ def test_the_schema_describes_every_key():
         (["simulate", "ar", "--model", "llama-2-70b", "--hardware", "laptop"], "leaves no room for KV"),
         (["simulate", "ar", "--workload", "nope"], "workload: 'nope'"),
         (["simulate", "ar", "--rate", "fast"], "rate: expected numbers"),
+        (["simulate", "dllm", "--model", "gpt-5"], "there are: llada-8b"),
+        (["simulate", "dllm", "--policy", "greedy"], "policy: no 'greedy'"),
+        (["simulate", "dllm", "--profiles", "/nowhere"], "profiles: no gemm table"),
         (["bench", "offline", "--workload", "nope"], "workload: 'nope'"),
     ],
 )
@@ -230,6 +233,18 @@ def test_simulate_a_sweep(tmp_path):
     assert slow < fast
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert {"ttft_cdf.png", "sweep.png", "timeline_1.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_simulate_diffusion(tmp_path):
+    options = ["simulate", "dllm", "--num-requests", "20", "--rate", "1,8", "--num-workers", "2"]
+    told = cli(*options).stdout
+    assert "s in prefills" in told and "20 / 20" in told
+    report = json.loads(cli(*options, "--json", "--out", str(tmp_path)).stdout)
+    slow, fast = report["points"]
+    assert slow["summary"]["e2e_s"]["p50"] < fast["summary"]["e2e_s"]["p50"]
+    parts = ("queue_s", "prefill_s", "decode_s")
+    assert sum(slow["breakdown"][part] for part in parts) == pytest.approx(slow["breakdown"]["e2e_s"])
+    assert (tmp_path / "sweep.png").exists()
 
 
 def test_simulate_tells_how_many_requests_were_cut():

@@ -35,7 +35,11 @@ LAYERS = [
     ("testing",),
 ]
 # What decides is plain: the core's layers 0 to 2, and the policies of the front ends.
-POLICIES = ("ar.engine", "ar.step", "ar.cost", "ar.simulate")
+POLICIES = (
+    *("ar.engine", "ar.step", "ar.cost", "ar.simulate"),
+    *("dllm.request", "dllm.canvas", "dllm.step", "dllm.messages", "dllm.cache", "dllm.budget"),
+    *("dllm.routing", "dllm.engine", "dllm.dispatcher", "dllm.cost", "dllm.simulate"),
+)
 IMPURE = ("torch", "ray", "asyncio", "time", "transformers", "random", "threading", "fastapi", "uvicorn")
 HEAVY = ("torch", "ray", "transformers", "fastapi", "uvicorn", "numpy", "matplotlib", "xgrammar", "numba")
 

@@ -59,10 +59,8 @@ class Canvas:
         self.stop_ids = frozenset(stop_ids)
         self._settled = prompt_len
         self.first_stop: int | None = None
-        for position in range(prompt_len, answer_end):
-            if self.ids[position] in self.stop_ids:
-                self.first_stop = position
-                break
+        if not self.stop_ids.isdisjoint(self.ids[prompt_len:answer_end]):
+            self.first_stop = next(p for p in range(prompt_len, answer_end) if self.ids[p] in self.stop_ids)
 
     def __len__(self) -> int:
         return len(self.ids)

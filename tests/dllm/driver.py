@@ -33,7 +33,7 @@ class Slot:
             admit.prompt_len,
             admit.answer_end,
             admit.params.block_length,
-            aligned=admit.params.cache in ("block", "canvas"),
+            aligned=admit.params.cache == "block",
             stop_ids=admit.sampling.stop_token_ids,
         )
         self.pages = []
@@ -86,8 +86,11 @@ class CheckingWorker:
         assert not canvas.open_positions(canvas.prompt_len, start), "blocks run from left to right"
         assert canvas.first_stop is None or not params.early_stop or canvas.first_stop >= start
         assert set(open_rows) <= set(rows)
+        if self.limits.shifted and (params.cache == "dkv" or params.first_position == "left_neighbour"):
+            assert {max(0, row - 1) for row in open_rows} <= set(rows), "a row that predicts is missing"
         if params.cache in ("none", "prefix", "dual"):
-            first = {"none": 0, "prefix": start, "dual": start}[params.cache]
+            left = self.limits.shifted and params.first_position == "left_neighbour"
+            first = 0 if params.cache == "none" else max(0, start - left)
             last = end if params.cache == "dual" else len(canvas)
             assert rows == list(range(0 if p.is_start else first, len(canvas) if p.is_start else last))
             assert slot.is_new == p.is_start

@@ -170,3 +170,21 @@ def test_eviction_takes_free_pages_only_oldest_first_and_prefixes_from_their_end
         assert newcomer.grow_to(4 * PAGE_TOKENS) and not newcomer.grow_to(5 * PAGE_TOKENS)
         assert len(kept.pages) == 2 and not set(kept.pages) & set(newcomer.pages)
     assert len(pages.match(second).pages) == 2
+
+
+def test_whole_units_match_and_salts_do_not_mix():
+    """A unit of three pages; what one salt indexed is unknown to another."""
+    pages = KvPages(16, page_tokens=4)
+    ids = list(range(24))
+    lease = pages.open(pages.match(ids, 12, "a"))
+    assert lease.grow_to(24)
+    lease.index(ids, 20)
+    assert len(pages.match(ids, salt="a").pages) == 5
+    assert pages.match(ids, 12, "a").pages == tuple(lease.pages[:3])
+    assert pages.match(ids[:12], 12, "a").pages == ()  # one token is left to compute
+    assert pages.match(ids, 12, "b").pages == pages.match(ids).pages == ()
+    with pages.open(pages.match(ids, 12, "a")) as second:
+        assert second.grow_to(24) and second.num_cached_tokens == 12
+        second.index(ids, 20)
+    lease.release()
+    assert pages.num_used == 0 and len(pages.match(ids, 12, "a").pages) == 3

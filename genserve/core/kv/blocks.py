@@ -162,16 +162,17 @@ class KvPages:
     def _take(self, count: int) -> list[int] | None:
         if count > self.num_free:
             return None
-        taken = []
-        for _ in range(count):
-            if self._blank:
-                page = self._blank.pop()
-            else:
-                page, _ = self._cached_free.popitem(last=False)
-                del self._node_of_key[self._key_of_page.pop(page)]
-                self.num_evictions += 1
-            self._num_references[page] = 1
+        num_blank = max(0, len(self._blank) - count)
+        taken = self._blank[num_blank:][::-1]
+        del self._blank[num_blank:]
+        while len(taken) < count:
+            page, _ = self._cached_free.popitem(last=False)
+            del self._node_of_key[self._key_of_page.pop(page)]
+            self.num_evictions += 1
             taken.append(page)
+        references = self._num_references
+        for page in taken:
+            references[page] = 1
         return taken
 
     def _index_page(self, parent: int, content: tuple[int, ...], page: int) -> int:
@@ -188,9 +189,16 @@ class KvPages:
 
     def _give_back(self, pages: list[int]) -> None:
         # Last page first, so that eviction (oldest first) shortens prefixes from their end.
+        references = self._num_references
+        if not self._key_of_page:
+            # Nothing is cached, so nothing is shared.
+            for page in pages:
+                references[page] = 0
+            self._blank.extend(reversed(pages))
+            return
         for page in reversed(pages):
-            self._num_references[page] -= 1
-            if self._num_references[page] == 0:
+            references[page] -= 1
+            if references[page] == 0:
                 if page in self._key_of_page:
                     self._cached_free[page] = None
                 else:
