@@ -8,7 +8,7 @@ Served are text and the model's own samplers; images are not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,14 +23,11 @@ from genserve.dllm.models.checkpoint import Checkpoint
 from genserve.dllm.models.interface import CanvasDefaults
 from genserve.dllm.models.parts import Parts
 
-if TYPE_CHECKING:
-    from transformers import DiffusionGemmaForBlockDiffusion
-
 
 class DiffusionGemma(torch.nn.Module):
-    """The decoder, whose layers also encode; takes `model` over. A `CanvasModel`."""
+    """The decoder of a `DiffusionGemmaForBlockDiffusion`, taken over; its layers also encode. A `CanvasModel`."""
 
-    def __init__(self, model: DiffusionGemmaForBlockDiffusion, name: str) -> None:
+    def __init__(self, model: Any, name: str) -> None:
         super().__init__()
         encoder, decoder = model.model.encoder.language_model, model.model.decoder
         text = model.config.text_config
@@ -43,7 +40,8 @@ class DiffusionGemma(torch.nn.Module):
         self.decoder: Any = decoder
         self.head = model.lm_head
         embedding_VH = decoder.embed_tokens.weight
-        self.mix = torch.nn.Linear(*embedding_VH.shape, bias=False, device="meta")
+        num_ids, width = embedding_VH.shape
+        self.mix = torch.nn.Linear(num_ids, width, bias=False, device="meta")
         self.mix.weight = torch.nn.Parameter(embedding_VH.detach().t(), requires_grad=False)
         # The one weight that is not shared is pulled out of the layers, and applied row by row.
         self._scales = [
@@ -113,9 +111,10 @@ def build(checkpoint: Checkpoint, parts: Parts) -> Built:
     """Have the model's own class load the folder, then take the model over."""
     from transformers import DiffusionGemmaForBlockDiffusion
 
+    model_class: Any = DiffusionGemmaForBlockDiffusion
     try:
         with quiet_transformers():
-            model, report = DiffusionGemmaForBlockDiffusion.from_pretrained(
+            model, report = model_class.from_pretrained(
                 checkpoint.folder,
                 dtype=parts.dtype,
                 output_loading_info=True,
@@ -138,8 +137,8 @@ def build(checkpoint: Checkpoint, parts: Parts) -> Built:
     return take_over(model, checkpoint.name, parts.team)
 
 
-def take_over(model: DiffusionGemmaForBlockDiffusion, name: str, team: ThreadTeam) -> Built:
-    """What the registry needs of a model in memory, which can generate no longer.
+def take_over(model: Any, name: str, team: ThreadTeam) -> Built:
+    """What the registry needs of a `DiffusionGemmaForBlockDiffusion`, which can generate no longer.
 
     In float32 on the CPU its layers become kernels, run by `team`. `ConfigError` if it cannot be served.
     """

@@ -81,7 +81,7 @@ def make_tiny_diffusion_gemma(seed: int = 0, **text: Any) -> DiffusionGemmaForBl
                 buffer.copy_(1 + 0.2 * torch.rand(1, generator=generator))
         model.model.decoder.embed_tokens.weight.mul_(5)
         model.model.decoder.self_conditioning.down_proj.weight.mul_(0.3)
-    settings = model.generation_config
+    settings: Any = model.generation_config
     settings.eos_token_id, settings.pad_token_id = merged["eos_token_id"], merged["pad_token_id"]
     settings.max_denoising_steps, settings.t_min, settings.t_max = 16, 0.2, 0.8
     settings.stability_threshold, settings.confidence_threshold = 1, 0.6
