@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -37,19 +36,16 @@ def test_workers_in_actors(ray_session, tmp_path):
         left.close()
         assert server.settled()
 
-        # One actor dies under a long answer, which goes on where its block began.
-        whole = server.complete(max_tokens=300, unmasking="quota", steps=300).choices[0].text
-        remotes = server.served[0].completer.engine._remotes  # type: ignore[attr-defined]
-        pids = [ray.get(remote._actor.pid.remote()) for remote in remotes.values()]
-        stream = iter(server.complete(max_tokens=300, unmasking="quota", steps=300, stream=True))
+        # The actor that holds a long answer dies; the other goes on where the answer's block began.
+        fields = {"max_tokens": 300, "unmasking": "quota", "steps": 300}
+        whole = server.complete(**fields).choices[0].text
+        engine: Any = server.served[0].completer.engine
+        stream = iter(server.complete(stream=True, **fields))
         pieces = [next(stream).choices[0].text]
-        os.kill(pids[0], signal.SIGKILL)
-        os.kill(pids[1], signal.SIGKILL)
+        ledgers = engine._controller._engines.values()
+        (holder,) = [ledger.name for ledger in ledgers if ledger.held]
+        os.kill(ray.get(engine._remotes[holder]._actor.pid.remote()), signal.SIGKILL)
         pieces += [chunk.choices[0].text for chunk in stream]
         assert "".join(pieces) == whole
-        assert server.stats()["num_restarts"] >= 1
-        end = time.monotonic() + 60
-        while server.stats()["num_engines"] < 2:
-            assert time.monotonic() < end, "the lost engines did not come back"
-            time.sleep(0.1)
+        assert server.stats()["num_restarts"] == 1
         assert all_texts(server) == expected and server.settled()
