@@ -97,7 +97,7 @@ class Calibration:
     step_overhead_s  what a step takes besides its kernels.
     """
 
-    slowdown: float = 1.15
+    slowdown: float = 1.85
     step_overhead_s: float = 2.5e-3
 
 

@@ -43,7 +43,7 @@ class Denoising:
     model (`dllm.cost`): some 16 passes for a block of 32 at threshold 0.9.
     """
 
-    tokens_per_pass: float = 2.1
+    tokens_per_pass: float = 3.25
     request_sigma: float = 0.5
     block_shape: float = 4.0
 
