@@ -92,9 +92,9 @@ def test_independent_draws_run_only_passes_that_commit() -> None:
 
 def test_what_a_bounded_threshold_leaves_is_looked_at_in_the_next_pass() -> None:
     rule, block = Unmasking(threshold=0.7, steps=4), BlockState(8, 1, 8)
-    assert share(rule, block, 0, 8).count == 2
-    assert share(rule, block, 1, 7).count == 3
-    assert share(rule, block, 3, 5).count == 5
+    assert share(rule, block, 0, 8).num == 2
+    assert share(rule, block, 1, 7).num == 3
+    assert share(rule, block, 3, 5).num == 5
     assert run(rule, BlockState(8, 1, 8), score=0.9) == [(0, 2), (1, 2), (2, 2), (3, 2)]
     assert run(rule, BlockState(8, 1, 8), score=0.1) == [(i, 1) for i in range(8)]
 
@@ -106,7 +106,7 @@ def test_linear_shares_are_those_of_a_float32_time_grid() -> None:
         for number in range(steps - 1):
             for num_open in (1, 7, 16, 33, 64):
                 want = int(torch.tensor(float(num_open)) * (1 - grid[number + 1] / grid[number]))
-                assert share(rule, BlockState(64, 1, 64), number, num_open).count == want
+                assert share(rule, BlockState(64, 1, 64), number, num_open).num == want
 
 
 @given(
