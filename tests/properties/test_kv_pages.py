@@ -105,12 +105,6 @@ class PagesMachine(RuleBasedStateMachine):
             self.live.remove(mine)
         mine.closed = True
 
-    @rule()
-    def clear_cache(self):
-        used = self.pages.num_used
-        self.pages.clear_cache()
-        assert self.pages.num_used == used
-
     @rule(token_ids=tokens)
     def a_held_prefix_is_found(self, token_ids):
         """What some live lease has indexed cannot have been evicted."""

@@ -203,10 +203,3 @@ class KvPages:
                     self._cached_free[page] = None
                 else:
                     self._blank.append(page)
-
-    def clear_cache(self) -> None:
-        """Forget every cached page that no lease holds."""
-        while self._cached_free:
-            page, _ = self._cached_free.popitem()
-            del self._node_of_key[self._key_of_page.pop(page)]
-            self._blank.append(page)

@@ -160,8 +160,3 @@ class GrammarMatcher:
         elif self._matcher.fill_next_token_bitmask(self._bitmask):
             bitmask = self._bitmask.to(logits_V.device)
             xgrammar.apply_token_bitmask_inplace(logits_V.unsqueeze(0), bitmask)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output so far is a whole text of the grammar (it may still go on)."""
-        return self._matcher.is_terminated() or self._matcher.is_completed()
