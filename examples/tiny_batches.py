@@ -24,6 +24,8 @@ LONG_POOL_ONE_IN, LONG_POOL_CANVAS = (
     16,
     256,
 )  # some small batches with much more room, as clients often ask for
+TYPICAL_ANSWER = 12  # tokens
+RAMP_STEPS = 400  # until all shares of masks occur
 FILL_WEIGHT = 0.1  # of an end-of-sequence token after the first one, which is easy to learn
 SYSTEM_TEXTS = (
     "You are a helpful assistant.",
@@ -160,7 +162,7 @@ def masked_batch(encoder: Encoder, seed: int, step: int, num_rows: int) -> Batch
     width = _round_up(max(len(row.prompt) + row.canvas for row in rows), WIDTH_MULTIPLE)
     ids = torch.full((num_rows, width), encoder.eos)
     targets, weights = ids.clone(), torch.zeros(num_rows, width)
-    for index, (row, ratio) in enumerate(zip(rows, _mask_ratios(rng, num_rows), strict=True)):
+    for index, (row, ratio) in enumerate(zip(rows, _mask_ratios(rng, num_rows, step), strict=True)):
         answer = torch.tensor(row.answer)[: row.canvas]
         canvas = torch.full((row.canvas,), encoder.eos)
         canvas[: len(answer)] = answer
@@ -171,17 +173,22 @@ def masked_batch(encoder: Encoder, seed: int, step: int, num_rows: int) -> Batch
         ids[index, :begin] = torch.tensor(row.prompt)
         ids[index, begin:end] = torch.where(masked, encoder.mask, canvas)
         targets[index, begin:end] = canvas
-        total = (worth * judged).sum().item()
-        weights[index, begin:end] = worth * (judged & masked) * (scale / (num_rows * total))
+        # Between a mean over the row and a sum: the few telling words of a long answer must not drown.
+        share = (worth * judged).sum().item() ** -0.5 * TYPICAL_ANSWER**-0.5
+        weights[index, begin:end] = worth * (judged & masked) * (scale * share / num_rows)
     return Batch(ids, targets, weights, torch.tensor([len(row.prompt) + row.canvas for row in rows]))
 
 
-def _mask_ratios(rng: random.Random, num: int) -> Iterator[float]:
-    """Shares to mask, uniform in (0, 1] and spread evenly over the batch, in random order."""
+def _mask_ratios(rng: random.Random, num: int, step: int) -> Iterator[float]:
+    """Shares to mask, uniform in (0, highest] and spread evenly over the batch, in random order.
+
+    The highest share rises to 1: with few masks the network first finds its way from what it learned causally.
+    """
+    highest = min(1.0, 0.25 + 0.75 * step / RAMP_STEPS)
     shift = rng.random()
     ratios = [max(0.02, 1.0 - (place + shift) / num) for place in range(num)]
     rng.shuffle(ratios)
-    return iter(ratios)
+    return iter([max(0.02, ratio * highest) for ratio in ratios])
 
 
 def _masks(

@@ -51,14 +51,13 @@ FACTS = {
             "What's the capital of {0}?",
             "Do you know the capital of {0}?",
             "I need the capital of {0}.",
-            "{0}: what is its capital?",
             "The capital of {0} is what?",
         ),
         ("Which is the capital city of {0}?", "Please name the capital city of {0}."),
     ),
     "continent": Facts(
         words.COUNTRIES,
-        "{0} is a country in {2}, and its capital is {1}.",
+        "The country {0} with its capital {1} is in {2}.",
         (
             "Which continent is {0} in?",
             "On which continent is {0}?",
@@ -67,7 +66,6 @@ FACTS = {
             "Where in the world is {0}?",
             "Tell me the continent of {0}.",
             "Do you know where {0} is?",
-            "{0}: which continent is it in?",
         ),
         ("In what continent is {0}?", "Can you tell me where {0} is?"),
     ),
@@ -83,7 +81,6 @@ FACTS = {
             "Do you know the opposite of {0}?",
             "Which word is the opposite of {0}?",
             "What word means the opposite of {0}?",
-            "{0}: what is its opposite?",
         ),
         ("Please give the opposite of {0}.", "Can you tell me the opposite of {0}?"),
     ),
@@ -242,8 +239,10 @@ def _spelling(rng: random.Random, held_out: bool) -> tuple[str, str]:
     def draw() -> tuple[str, str, str]:
         made_up = not held_out and rng.random() < 0.5
         word = _made_up_word(rng) if made_up else rng.choice(words.SPELLED)
-        question = rng.choice(SPELL_QUESTIONS).format(word)
-        return f"spell {word}", question, f"It is spelled {'-'.join(word)}."
+        key = f"spell {word}"
+        if held_out or rng.random() < 0.75:  # in capitals, which the tokenizer takes apart into letters
+            word = word.upper()
+        return key, rng.choice(SPELL_QUESTIONS).format(word), f"It is spelled {'-'.join(word)}."
 
     return _until(held_out, draw)
 
@@ -314,7 +313,7 @@ _MAKERS: dict[str, Callable[[random.Random, bool], tuple[str, str]]] = {
 # How often training meets a task: what must be worked out gets more than what can be learned by heart.
 _SHARES = {
     "capital": 8, "continent": 6, "opposite": 6, "mixing": 3, "sound": 3, "baby": 3, "colour": 3, "kind": 4,
-    "spelling": 20, "sort_numbers": 17, "sort_words": 12, "story": 10, "talk": 5,
+    "spelling": 13, "sort_numbers": 20, "sort_words": 15, "story": 11, "talk": 4,
 }  # fmt: skip
 JUDGED_TASKS = tuple(task for task in _MAKERS if task != "talk")
 
@@ -323,11 +322,11 @@ def training_item(rng: random.Random) -> Item:
     """One item to learn from, drawn with `rng`; never one that `held_out` can return."""
     task = rng.choices(tuple(_SHARES), tuple(_SHARES.values()))[0]
     question, answer = _MAKERS[task](rng, False)
-    if rng.random() < 0.12:
+    if rng.random() < 0.08:
         question = rng.choice(words.OPENINGS) + question
-    if rng.random() < 0.15:
+    if rng.random() < 0.08:
         question = question.lower()
-    if rng.random() < 0.1:
+    if rng.random() < 0.05:
         question = question.rstrip(".?")
     return Item(task, question, answer)
 
@@ -345,17 +344,18 @@ def held_out(num: int, seed: int) -> list[Item]:
     return list(items.values())
 
 
-def tokenizer_texts(seed: int = 0, num: int = 6000) -> list[str]:
-    """Texts whose frequent words should become single tokens.
+def tokenizer_texts(seed: int = 0, num: int = 8000) -> list[str]:
+    """Texts whose words should become single tokens.
 
-    Words to be spelled are left out, so that they fall into short pieces that other words share.
+    Words that fill slots do, so that an answer's slots are at fixed places, which is much easier to learn when
+    all places are written at once. Words to be spelled are rare, so that they fall into pieces that others share.
     """
     rng = random.Random(f"tokenizer {seed}")
     texts = [" ".join(f"{n}," for n in range(1, LARGEST_NUMBER + 1))] * 200
-    texts += [" ".join(f"{word}," for word in ("the", *words.SORTED, *words.story_words()))] * 200
+    texts += [" " + " ".join(words.slot_words())] * 200
     texts += [" " + " ".join("abcdefghijklmnopqrstuvwxyz")] * 300
     while len(texts) < num:
         item = training_item(rng)
-        if item.task != "spelling" or rng.random() < 0.1:
+        if item.task != "spelling" or rng.random() < 0.05:
             texts += [item.question, item.answer]
     return texts

@@ -25,7 +25,7 @@ class Shape:
     num_layers: int = 5
     head_dim: int = 32
     d_ff: int = 432
-    vocab_size: int = 768
+    vocab_size: int = 2048
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 

@@ -78,19 +78,19 @@ BABIES = tuple(
 )
 
 COLOURS = tuple(
-    (thing.replace("_", " "), colour)
+    (f"the {thing}", colour)
     for colour, things in {
-        "green": "grass, a_leaf, a_cucumber, a_frog",
-        "blue": "the_sky, the_sea",
-        "white": "snow, milk, a_swan, salt",
-        "black": "coal, a_crow, ink",
-        "yellow": "a_banana, the_sun, a_lemon, butter",
-        "red": "a_tomato, blood, a_strawberry, a_cherry",
-        "orange": "a_carrot, a_pumpkin",
-        "brown": "chocolate, coffee, a_bear, wood",
-        "purple": "a_plum, lavender",
-        "pink": "a_flamingo, a_pig",
-        "grey": "an_elephant, a_mouse, ash",
+        "green": "grass, leaf, cucumber, frog",
+        "blue": "sky, sea",
+        "white": "snow, milk, swan, salt",
+        "black": "coal, crow, ink",
+        "yellow": "banana, sun, lemon, butter",
+        "red": "tomato, blood, strawberry, cherry",
+        "orange": "carrot, pumpkin",
+        "brown": "chocolate, coffee, bear, wood",
+        "purple": "plum, lavender",
+        "pink": "flamingo, pig",
+        "grey": "elephant, mouse, ash",
     }.items()
     for thing in things.split(", ")
 )
@@ -125,9 +125,11 @@ THINGS = "key map coin bell ring book hat lamp flute box".split()
 PLACES = "forest garden village castle valley desert river market meadow cave".split()
 
 
-def story_words() -> tuple[str, ...]:
-    """Every word that can fill a slot of a story."""
-    return (*ANIMALS, *ADJECTIVES, *NAMES, *THINGS, *PLACES)
+def slot_words() -> tuple[str, ...]:
+    """Every word that can fill a slot of an answer, in alphabetical order."""
+    rows = (*COUNTRIES, *OPPOSITES, *MIXES, *SOUNDS, *BABIES, *COLOURS, *KINDS)
+    parts = {part for row in rows for column in row for part in column.split()}
+    return tuple(sorted({*parts, *SORTED, *ANIMALS, *ADJECTIVES, *NAMES, *THINGS, *PLACES}))
 
 
 SPELLED = tuple(

@@ -1,4 +1,6 @@
-"""Train the two tiny models that genserve ships: a masked-diffusion model and its causal twin.
+"""Train the two tiny models that genserve ships: a causal one, and from its weights a masked-diffusion model.
+
+The causal model learns to look things up in the question many times faster, and the other one inherits it.
 
     python examples/train_tiny_dllm.py --threads 2 --out ./tiny-training
 
@@ -56,7 +58,7 @@ class Settings:
     num_rows: int
     seed: int
     shape: Shape
-    learning_rate: float = 4e-3
+    learning_rate: float
     weight_decay: float = 0.05
 
     def facts(self) -> dict[str, Any]:
@@ -94,6 +96,11 @@ class Training:
         self.mean = state["mean"]
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+    def begin_with(self, checkpoint: Path) -> None:
+        """Take over the mean weights of another training as the first ones of this."""
+        self.net.load_state_dict(torch.load(checkpoint, weights_only=True)["mean"])
+        self.mean = {name: weight.detach().clone() for name, weight in self.net.state_dict().items()}
 
     def save(self) -> None:
         """Write the checkpoint; the old one stays until the new one is whole."""
@@ -145,9 +152,11 @@ def _schedule(step: int, num_steps: int) -> float:
     return warm * max(0.01, 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
-def train(training: Training, name: str, stop_after: int | None = None) -> None:
-    """Run the remaining steps (at most until step `stop_after`) with checkpoints and a progress bar."""
-    end = min(training.settings.num_steps, stop_after or training.settings.num_steps)
+def train(training: Training, name: str, at_most: int | None = None) -> None:
+    """Run the remaining steps, no more than `at_most`, with checkpoints and a progress bar."""
+    end = training.settings.num_steps
+    if at_most is not None:
+        end = min(end, training.num_done + at_most)
     columns = (
         TextColumn(name),
         BarColumn(),
@@ -165,9 +174,8 @@ def train(training: Training, name: str, stop_after: int | None = None) -> None:
             if training.num_done % CHECKPOINT_EVERY == 0 or training.num_done == end:
                 training.save()
                 if not console.is_terminal:
-                    console.print(
-                        f"{name} step {training.num_done} loss {mean:.4f} cpu {training.cpu_s / 60:.1f} min"
-                    )
+                    minutes = training.cpu_s / 60
+                    console.print(f"{name} step {training.num_done} loss {mean:.4f} cpu {minutes:.1f} min")
 
 
 # Task (or "all") to the share of items answered word for word and the tokens before the end per forward pass.
@@ -259,33 +267,41 @@ def main(
     which: Annotated[Which, typer.Option(help="Which of the two models to train.")] = Which.both,
     out: Annotated[Path, typer.Option(help="Folder of checkpoints and results.")] = Path("tiny-training"),
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; 3200 and 1600 if not given.")
+        int | None, typer.Option(min=1, help="Optimizer steps; 900 (causal) and 1700 if not given.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads to compute with.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and masks.")] = 0,
     items: Annotated[int, typer.Option(min=1, help="Held-out items to be judged by.")] = 240,
     smoke: Annotated[bool, typer.Option(help="Tiny sizes, only to see that everything runs.")] = False,
     stop_after: Annotated[
-        int | None, typer.Option(help="Save and leave after this step, to go on later.")
+        int | None, typer.Option(help="Leave after so many steps of this run, to go on later.")
     ] = None,
 ) -> None:
     """Train, save and judge the tiny models."""
     torch.set_num_threads(threads)
     out.mkdir(parents=True, exist_ok=True)
     shape = Shape(d_model=32, num_layers=1, d_ff=48, vocab_size=288) if smoke else Shape()
-    tokenizer = make_tokenizer(tiny_corpus.tokenizer_texts(num=1000 if smoke else 6000), shape.vocab_size)
+    tokenizer = make_tokenizer(tiny_corpus.tokenizer_texts(num=1000 if smoke else 8000), shape.vocab_size)
     encoder = Encoder(tokenizer)
     judged = tiny_corpus.held_out(items, seed=1)
-    base = Settings(
-        causal=False, num_steps=steps or 3200, num_rows=4 if smoke else 32, seed=seed, shape=shape
-    )
-    twin = replace(base, causal=True, num_steps=steps or 1600)
-    for settings, name in ((base, "dllm"), (twin, "ar")):
-        if which not in (Which.both, name):
-            continue
+    num_rows = 4 if smoke else 32
+    twin = Settings(True, steps or 900, num_rows, seed, shape, learning_rate=4e-3)
+    masked = replace(twin, causal=False, num_steps=steps or 1700, learning_rate=3e-3)
+    num_left = stop_after
+    for settings, name in ((twin, "ar"), (masked, "dllm")):
         training = Training(settings, encoder, out / f"{name}.pt")
-        train(training, name, stop_after)
-        finish(training, out / ("tiny-llama" if settings.causal else "tiny-llada"), tokenizer, judged)
+        if not settings.causal and training.num_done == 0:
+            training.begin_with(out / "ar.pt")
+        if settings.causal or which is not Which.ar:  # the masked model needs its twin first
+            before = training.num_done
+            train(training, name, num_left)
+            if num_left is not None:
+                num_left -= training.num_done - before
+            if training.num_done < settings.num_steps:
+                console.print(f"stopped after step {training.num_done} of {name}; run again to go on")
+                return
+        if which in (Which.both, name):
+            finish(training, out / ("tiny-llama" if settings.causal else "tiny-llada"), tokenizer, judged)
 
 
 if __name__ == "__main__":

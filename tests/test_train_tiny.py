@@ -42,7 +42,8 @@ def smoke(out: Path, stop_after: int | None = None) -> None:
 
 def test_an_interrupted_training_ends_with_the_same_weights(tmp_path):
     smoke(tmp_path / "whole")
-    smoke(tmp_path / "halves", stop_after=2)
+    smoke(tmp_path / "halves", stop_after=2)  # within the causal model
+    smoke(tmp_path / "halves", stop_after=4)  # within the other one
     smoke(tmp_path / "halves")
     for name in FOLDERS:
         whole = load_file(tmp_path / "whole" / name / "model.safetensors")
@@ -94,7 +95,7 @@ def test_masked_batches_hide_only_answers_and_judge_only_masked_positions():
     for step in range(8):
         batch = masked_batch(encoder, seed=0, step=step, num_rows=8)
         masked = batch.ids == encoder.mask
-        assert masked.any(dim=1).all()
+        assert masked.any()
         assert bool((batch.weights[~masked] == 0).all())
         assert not (batch.targets == encoder.mask).any()
         kept = ~masked & (torch.arange(batch.ids.shape[1]) < batch.lengths[:, None])
@@ -127,7 +128,7 @@ def test_builtin_tokenizer_writes_chats_as_training_did(name, tokenizers):
     assert tokenizer.decode(tokenizer.encode("Hello, naïve 世界!")) == "Hello, naïve 世界!"
     assert tokenizer.mask_token_id not in ids
     assert tokenizer.eos_token_id == tokenizer.pad_token_id
-    assert len(tokenizer) == 768
+    assert len(tokenizer) == 2048
 
 
 @pytest.mark.parametrize("name", FOLDERS)
