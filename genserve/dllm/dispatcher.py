@@ -34,6 +34,9 @@ from genserve.dllm.request import DiffusionParams
 from genserve.dllm.routing import EngineView, Routing, choose
 from genserve.dllm.step import Commit
 
+# A request whose engines die this often and once more may be what kills them, and others must go on.
+MAX_RESTARTS = 3
+
 
 class _Request:
     """One request. `limit` is where its output ends at the latest; told_* is what the client has."""
@@ -51,6 +54,7 @@ class _Request:
         "num_block_passes",
         "num_cached",
         "num_passes",
+        "num_restarts",
         "num_told",
         "num_told_passes",
         "order",
@@ -86,6 +90,7 @@ class _Request:
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.num_passes = self.num_block_passes = self.num_told_passes = 0
         self.num_cached = 0
+        self.num_restarts = 0
         self.num_told = 0
         self.told_first = self.has_committed = False
 
@@ -351,7 +356,13 @@ class Dispatcher:
         orphans = [held.request for held in engine.held.values() if held.request is not None]
         engine.forget_all()
         for request in orphans:
+            if request.num_restarts == MAX_RESTARTS:
+                request.engine = None
+                error = f"{MAX_RESTARTS + 1} engines were lost with this request, the last: {lost.error}"
+                self._finish(request, "error", error)
+                continue
             self.num_restarts += 1
+            request.num_restarts += 1
             request.restart()
             self._enqueue(request, now)
 

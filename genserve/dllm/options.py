@@ -52,6 +52,8 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
 }
 _READ_BY_CANVAS = ("entropy_bound", "threshold", "steps")
 MAX_STEPS = 1 << 20
+# Independent draws are made for every step in turn, those that commit nothing included.
+MAX_INDEPENDENT_STEPS = 1 << 10
 
 
 class _Strict(BaseModel):
@@ -185,6 +187,8 @@ class DiffusionCheck:
         given = {name: getattr(options, name) for name in (*plain, "cache", "first_position")}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         defaults = self._facts.defaults
+        if options.refresh_interval is not None and (cache := options.cache or defaults.cache) != "dkv":
+            raise InvalidRequest("refresh_interval", f"is for cache 'dkv', not for {cache[:40]!r}")
         if options.cfg_scale and options.cache is None and "none" in CACHES[self._facts.family]:
             changes["cache"] = "none"  # guidance has no other
         return replace(
@@ -247,9 +251,16 @@ def _unmasking(options: DiffusionOptions, default: Unmasking, is_canvas: bool) -
             raise InvalidRequest(
                 names[name], f"is not read by unmasking {kind!r}; it is for: {', '.join(_READ_BY[name])}"
             )
-    if kind == default.kind:
-        return replace(default, **given)
-    return Unmasking(kind=kind, **given)  # type: ignore[arg-type]
+    rule = replace(default, **given) if kind == default.kind else Unmasking(kind=kind, **given)  # type: ignore[arg-type]
+    if rule.independent:
+        if given.get("schedule", "linear") != "linear":
+            raise InvalidRequest(names["schedule"], "independent draws have the schedule 'linear'")
+        rule = replace(rule, schedule="linear")
+    if "eps" in given and rule.schedule != "linear":
+        raise InvalidRequest(names["eps"], "is read by schedule 'linear' alone")
+    if "steps_bound" in given and rule.steps is None:
+        raise InvalidRequest(names["steps_bound"], "needs steps, which it is the bound of")
+    return rule
 
 
 def _implied_kind(given: Mapping[str, Any], default: Unmasking) -> str:
@@ -314,9 +325,11 @@ def _check_unmasking(rule: Unmasking) -> None:
     check_number("factor", rule.factor, 0.0, 1e6, open_low=True)
     check_number("entropy_bound", rule.entropy_bound, 0.0, 1e6)
     check_number("eps", rule.eps, 0.0, 1.0, open_low=True)
+    if rule.eps >= 1:
+        raise InvalidRequest("eps", f"must be below 1, not {rule.eps}")
     check_integer("min_commits", rule.min_commits, 1, MAX_STEPS)
     if rule.steps is not None:
-        check_integer("steps", rule.steps, 1, MAX_STEPS)
+        check_integer("steps", rule.steps, 1, MAX_INDEPENDENT_STEPS if rule.independent else MAX_STEPS)
 
 
 def fitting_max_tokens(request: CompletionRequest, params: DiffusionParams, info: EngineInfo) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from genserve.core.types import DEADLINE_EXCEEDED
+from genserve.dllm.dispatcher import MAX_RESTARTS
 from genserve.dllm.request import DiffusionParams
 from tests.dllm.driver import EOS, LIMITS, Driver, answer, submit
 
@@ -154,6 +155,9 @@ def test_sticky_requests_stay_and_others_move():
 def test_a_lost_engine_loses_nothing(cache):
     bodies = [submit(f"r{i}", max_tokens=24, seed=i, cache=cache, include_unmasking=True) for i in range(4)]
     expected = {body.request_id: answer(body) for body in bodies}
+    alone = Driver()
+    alone.run(*bodies)
+    told = {name: events(alone, name) for name in alone.outputs}
     for after in range(0, 24, 3):
         driver = Driver(2)
         driver.submit(*bodies)
@@ -165,9 +169,25 @@ def test_a_lost_engine_loses_nothing(cache):
         driver.bring_back("engine-1")
         driver.run()
         assert {name: driver.tokens(name) for name in driver.outputs} == expected
-        for outputs in driver.outputs.values():
-            told = [u.position for output in outputs for u in output.unmasked]
-            assert len(told) == len(set(told)), "an event was told twice"
+        assert {name: events(driver, name) for name in driver.outputs} == told
+
+
+def events(driver, request_id):
+    return [event for output in driver.outputs[request_id] for event in output.unmasked]
+
+
+def test_a_request_that_takes_every_engine_with_it_ends():
+    driver = Driver(1, eos_probability=0.0)
+    driver.submit(submit("a"))
+    for _ in range(MAX_RESTARTS):
+        driver.lose("engine-0")
+        driver.bring_back("engine-0")
+    assert driver.outputs["a"] == []
+    driver.lose("engine-0")
+    assert "4 engines were lost" in driver.outputs["a"][-1].error
+    driver.bring_back("engine-0")
+    assert len(driver.run(submit("b"))["b"][-1].token_ids) > 0
+    driver.check_empty()
 
 
 def test_with_no_engine_left_requests_wait():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from genserve.core.errors import ExecutorLost
 from genserve.core.runtime.local_engine import StatsController
@@ -232,6 +232,8 @@ class RemoteController:
             return str(error)
         except RayTaskError as error:
             return cause(error)
+        except RayError as error:  # whatever else Ray may raise: nobody may wait for ever
+            return f"{type(error).__name__}: {error}"
 
     async def _restarted(self) -> Any:
         for delay_s in _RESTART_DELAYS_S:
@@ -246,7 +248,7 @@ class RemoteController:
         """The controller's figures; none while its actor is gone."""
         try:
             return {} if self._actor is None else await self._actor.stats.remote()
-        except (RayActorError, RayTaskError):
+        except RayError:
             return {}
 
     async def aclose(self, timeout_s: float = _CLOSE_S) -> None:
@@ -260,7 +262,7 @@ class RemoteController:
         try:
             async with asyncio.timeout(timeout_s):
                 await actor.close.remote()
-        except (RayActorError, TimeoutError) as error:
+        except (RayError, TimeoutError) as error:
             logger.warning("%s did not close by itself: %s", self.name, error or "too slow")
         finally:
             ray.kill(actor)

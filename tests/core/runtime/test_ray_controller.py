@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 import pytest
+from ray.exceptions import ObjectLostError, RaySystemError
 
 from genserve.core.control import Done, Message, Run, Send
 from genserve.core.errors import ConfigError, ExecutorLost
@@ -139,6 +140,25 @@ def test_a_death_is_told_and_a_new_actor_takes_over(ray_session):
         assert await answer(engine, "r1", 4) == (8,)
         assert (await engine.stats())["num_runs"] == 1.0
         await engine.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [RaySystemError("no raylet"), ObjectLostError("0" * 56, None, "here")])
+def test_whatever_ends_the_polls_is_a_loss(ray_session, error):
+    class Broken:
+        """In the place of an actor: Ray itself fails."""
+
+        poll = stats = property(lambda self: self)
+
+        async def remote(self):
+            raise error
+
+    async def main() -> None:
+        remote = RemoteController("remote-0", ("front",), build, (), Lost, Back, {})
+        remote._actor = Broken()
+        assert type(error).__name__ in await remote._poll_until_lost(lambda to, body: None)
+        assert await remote.stats() == {}
 
     asyncio.run(main())
 
