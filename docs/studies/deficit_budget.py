@@ -148,6 +148,7 @@ def main() -> None:
     )
     parser.add_argument("--num-requests", type=int, default=4000)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ def main() -> None:
         (policy, budget, rate)
         for rate in sorted(options.rates, key=lambda rate: abs(rate - BREAKDOWN_RATE))
         for budget in BUDGETS
-        for policy in POLICIES
+        for policy in options.policies
         if (policy, budget, rate) not in done
     ]
     with ProcessPoolExecutor(options.jobs) as pool:

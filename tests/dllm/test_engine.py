@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from genserve.core.metrics.recorder import Recorder
 from genserve.core.types import DEADLINE_EXCEEDED
-from genserve.dllm.dispatcher import MAX_RESTARTS
+from genserve.dllm.dispatcher import MAX_RESTARTS, Dispatcher
 from genserve.dllm.request import DiffusionParams
 from tests.dllm.driver import EOS, LIMITS, Driver, answer, submit
 
@@ -264,6 +265,21 @@ def test_guidance_doubles_rows_and_pages():
     stats = driver.engines["engine-0"].stats()
     assert stats["num_prefill_tokens"] == 32
     assert len(driver.workers["engine-0"].steps[0].passes[0].new_pages) == 8
+
+
+def test_waits_and_passes_are_recorded():
+    driver = Driver(2, limits=replace(LIMITS, num_pages=8), routing="round_robin", eos_probability=0.0)
+    recorder = Recorder()
+    driver.dispatcher = Dispatcher(list(driver.engines), driver.limits, "round_robin", recorder=recorder)
+    driver.run(*[submit(f"r{i}", max_tokens=16, seed=i) for i in range(3)])
+    found = {instrument.name: instrument for instrument in recorder}
+    assert found["queue_s"].num_observations == found["first_commit_s"].num_observations == 3
+    assert found["queue_s"].sum > 0  # two engines, each with room for one
+    assert found["prefill_wait_s"].num_observations == found["block_passes"].num_observations == 6
+    stats = [engine.stats() for engine in driver.engines.values()]
+    total = driver.dispatcher.stats(stats)
+    assert total["num_passes"] == found["block_passes"].sum
+    assert total["num_blocks"] == 6 and total["num_refreshes"] == 3 and total["num_commits"] == 48
 
 
 def test_options_of_another_family_are_refused():
