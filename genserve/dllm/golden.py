@@ -78,8 +78,10 @@ def _replay_cases(folder: Path, alone: bool) -> Iterator[Verdict]:
             key = (case["checkpoint"], case["mask_id"], replay.eos_id)
         except KeyError as error:
             yield Verdict(name, [f"the case has no field {error}"])
-        except (Inexpressible, ValueError, TypeError) as error:
+        except Inexpressible as error:
             yield Verdict(name, [f"cannot be replayed: {error}"])
+        except Exception as error:
+            yield Verdict(name, [f"cannot be replayed: {type(error).__name__}: {error}"])
         else:
             groups.setdefault(key, []).append((name, replay))
     models: dict[tuple[str, int], LoadedDiffusionModel] = {}
@@ -270,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--alone", action="store_true", help="one case at a time instead of packed together")
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
-        parser.error(f"{options.folder} is not a folder")
+        print(f"{options.folder} is not a folder", file=sys.stderr)
+        return 1
     passed = failed = 0
     for verdict in replay_folder(options.folder, alone=options.alone):
         if verdict.differences:
@@ -278,6 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"FAILED {verdict.name}: {'; '.join(verdict.differences[:3])}", flush=True)
         else:
             passed += 1
+    if not passed and not failed:
+        print(
+            f"{options.folder} has no cases/*/*.json, sampler/*.json or logits/*.safetensors", file=sys.stderr
+        )
     print(f"{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0
 

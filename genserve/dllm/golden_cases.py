@@ -217,6 +217,8 @@ class Replay:
 
 def replay_of(case: dict[str, Any]) -> Replay:
     """`Inexpressible` (or KeyError for a missing field) if the case cannot be replayed."""
+    if not isinstance(case, dict):
+        raise Inexpressible("not a JSON object")
     if case.get("format") != 1:
         raise Inexpressible(f"format {case.get('format')!r}")
     arch, cache, prompt = case["arch"], case["cache"], case["prompt"]

@@ -214,11 +214,14 @@ def _f32(value: float) -> float:
 
 
 def _linear_time(num_steps: int, eps: float, index: int) -> float:
-    """`linspace(1, eps, num_steps + 1)[index]` in float32, counted from the nearer end."""
+    """`linspace(1, eps, num_steps + 1)[index]` in float32, counted from the nearer end.
+
+    The product is not rounded before the sum: CPUs compute the two as one fused operation.
+    """
     step = _f32(_f32(_f32(eps) - 1.0) / num_steps)
     if index < (num_steps + 1) // 2:
-        return _f32(1.0 + _f32(step * index))
-    return _f32(_f32(eps) - _f32(step * (num_steps - index)))
+        return _f32(1.0 + step * index)
+    return _f32(_f32(eps) - step * (num_steps - index))
 
 
 def _linear_chance(num_steps: int, eps: float, pass_number: int) -> float:

@@ -58,5 +58,34 @@ def test_what_differs_or_cannot_be_said_fails_with_its_reason(
         assert reason in out
 
 
-def test_an_empty_folder_is_no_success(tmp_path: Path) -> None:
+def test_a_folder_with_nothing_to_replay_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 1
+    assert "has no cases/" in capsys.readouterr().err
+    assert main([str(tmp_path / "absent")]) == 1
+    assert "absent is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[1, 2]", "cannot be replayed: not a JSON object"),
+        ("{", "cannot be replayed: JSONDecodeError: "),
+        (
+            '{"format": 1, "arch": "bert", "cache": "none", "prompt": [], "prompt_len": 0, "gen_length": 1}',
+            "arch",
+        ),
+        ('{"format": 1, "arch": "llada2", "cache": "none", "prompt": 3}', "cannot be replayed: TypeError: "),
+    ],
+)
+def test_a_case_that_is_none_fails_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    (tmp_path / "cases" / "any").mkdir(parents=True)
+    (tmp_path / "cases" / "any" / "one.json").write_text(text)
+    assert main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED any/one: " in out
+    assert reason in out
+    assert "0 passed, 1 failed" in out

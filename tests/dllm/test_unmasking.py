@@ -99,12 +99,13 @@ def test_what_a_bounded_threshold_leaves_is_looked_at_in_the_next_pass() -> None
     assert run(rule, BlockState(8, 1, 8), score=0.1) == [(i, 1) for i in range(8)]
 
 
-def test_linear_shares_are_those_of_a_float32_time_grid() -> None:
-    for steps in (3, 16, 20, 64):
-        grid = torch.linspace(1, 1e-3, steps + 1)
-        rule = Unmasking("entropy", steps=steps, schedule="linear")
+@pytest.mark.parametrize("eps", [1e-3, 1e-2])
+def test_linear_shares_are_those_of_a_float32_time_grid(eps: float) -> None:
+    for steps in (3, 9, 16, 20, 63, 64):
+        grid = torch.linspace(1, eps, steps + 1)
+        rule = Unmasking("entropy", steps=steps, schedule="linear", eps=eps)
         for number in range(steps - 1):
-            for num_open in (1, 7, 16, 33, 64):
+            for num_open in (1, 7, 16, 33, 34, 45, 51, 64):
                 want = int(torch.tensor(float(num_open)) * (1 - grid[number + 1] / grid[number]))
                 assert share(rule, BlockState(64, 1, 64), number, num_open).num == want
 

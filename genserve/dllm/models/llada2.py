@@ -26,9 +26,14 @@ _ONLY = (
 def build(checkpoint: Checkpoint, parts: Parts) -> Built:
     for key, allowed in _ONLY:
         checkpoint.only(key, allowed)
+    # Absent keys mean what the published configuration class makes of them.
     shape = qwen_shape(checkpoint)
-    fraction = checkpoint.number("partial_rotary_factor", 1.0)
-    shape = replace(shape, rotary_dims=int(shape.head_dim * fraction))
+    fraction = checkpoint.number("partial_rotary_factor", 0.5)
+    shape = replace(
+        shape,
+        rotary_dims=int(shape.head_dim * fraction),
+        rms_norm_eps=checkpoint.number("rms_norm_eps", 1e-5),
+    )
     check_shape(checkpoint, shape)
     rotary = Rotary(shape.rotary_dims, shape.rope_theta, parts.device)
     num_dense = checkpoint.integer("first_k_dense_replace", 0, minimum=0)
@@ -85,7 +90,9 @@ def _attention(checkpoint: Checkpoint, parts: Parts, shape: Shape, index: int, r
         [checkpoint.tensor(at + "query_key_value.bias", size)] if checkpoint.flag("use_qkv_bias") else None
     )
     out_bias = (
-        [checkpoint.tensor(at + "dense.bias", shape.hidden_size)] if checkpoint.flag("use_bias") else None
+        [checkpoint.tensor(at + "dense.bias", shape.hidden_size)]
+        if checkpoint.flag("use_bias", True)
+        else None
     )
     return Attention(
         index,
@@ -114,7 +121,7 @@ def _mlp(checkpoint: Checkpoint, parts: Parts, at: str, width: int) -> nn.Module
 
 def _mixture(checkpoint: Checkpoint, parts: Parts, at: str) -> nn.Module:
     num_experts, num_chosen = checkpoint.integer("num_experts"), checkpoint.integer("num_experts_per_tok")
-    num_groups, num_kept = checkpoint.integer("n_group", 1), checkpoint.integer("topk_group", 1)
+    num_groups, num_kept = checkpoint.integer("n_group", 8), checkpoint.integer("topk_group", 4)
     if num_experts % num_groups or num_kept > num_groups:
         raise checkpoint.error(
             f"num_experts {num_experts}, n_group {num_groups} and topk_group {num_kept} do not go together"
@@ -133,7 +140,7 @@ def _mixture(checkpoint: Checkpoint, parts: Parts, at: str) -> nn.Module:
         num_chosen,
         num_groups,
         num_kept,
-        checkpoint.number("routed_scaling_factor", 1.0),
+        checkpoint.number("routed_scaling_factor", 2.5),
     )
     weights = [_mlp_weights(checkpoint, f"{at}experts.{expert}.", width) for expert in range(num_experts)]
     gates, ups, downs = ([each[part] for each in weights] for part in range(3))

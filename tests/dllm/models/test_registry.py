@@ -105,6 +105,28 @@ def test_shards_are_one_checkpoint(tmp_path):
     assert torch.equal(*results)
 
 
+def test_llada2_keys_left_out_mean_what_its_configuration_class_says(tmp_path):
+    defaults = {
+        "n_group": 8,
+        "num_experts": 16,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    }
+    write_tiny("llada2", tmp_path, **defaults)
+    whole = load_diffusion_model(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in (*defaults, "use_qk_norm", "use_qkv_bias", "score_function"):
+        if key != "num_experts":
+            del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = torch.arange(20)
+    results = [run_alone(loaded, ids) for loaded in (whole, load_diffusion_model(str(tmp_path)))]
+    assert torch.equal(*results)
+
+
 def test_a_missing_mask_token_says_how_to_give_it(tmp_path):
     write_tiny("llada2", tmp_path)
     for file in tmp_path.glob("*token*"):
