@@ -238,7 +238,7 @@ class Engine:
             else:
                 following = request.next_block(block.index + 1)
                 ended = "answer" if following is None else None if request.keep else "block"
-        elif params.end_when_settled and commits and canvas.is_settled:
+        elif params.end_when_settled and params.editing_threshold is None and commits and canvas.is_settled:
             self.num_blocks += 1
             ended = "answer"
         num_cached = 0

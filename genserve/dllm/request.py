@@ -68,9 +68,11 @@ class DiffusionParams:
                   row in every pass.
     pinned        (offset into the answer, token id) pairs that are given, not generated.
     suffix_token_ids  what follows the answer: the model sees it from the start (infilling).
-    early_stop    fill the answer with EOS after the first committed EOS, and end there.
+    early_stop    fill the answer with EOS after the first committed EOS, and end there. With editing,
+                  which may take an EOS back, nothing is filled and the answer ends with its block.
     fill_at_block_start  whether that fill also follows a block's start pass with a cache.
-    end_when_settled  end as soon as every position up to the first EOS is committed, even mid-block.
+    end_when_settled  end as soon as every position up to the first EOS is committed, even mid-block
+                  (with editing at the block's end).
     include_unmasking  report every commit with position, confidence and pass, not just the settled prefix.
     """
 

@@ -157,6 +157,8 @@ def _defaults(config: DllmConfig, loaded: LoadedDiffusionModel) -> DiffusionPara
         cache=config.cache or CACHES[loaded.family][0],
         unmasking=rule,
         block_length=config.block_length or loaded.default_block_length,
+        # The references of block-causal models denoise the rest of a block as if no stop token were there.
+        early_stop=loaded.family != "block_causal",
     )
 
 

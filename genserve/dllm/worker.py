@@ -433,6 +433,8 @@ class DllmWorker:
         canvas, params = slot.canvas, slot.params
         if not params.early_stop or canvas.first_stop is None or self._fill_token_id is None:
             return False
+        if params.editing_threshold is not None:  # a stop token may still be edited away
+            return False
         if one.is_start and params.cache != "none" and not params.fill_at_block_start:
             return False
         return canvas.fill_after_stop(self._fill_token_id)

@@ -16,7 +16,8 @@ from genserve.core.models.tiny import make_tiny_folder
 from genserve.dllm.config import DllmConfig
 from genserve.dllm.models.tiny import write_tiny
 from genserve.dllm.models.tiny_canvas import write_tiny_diffusion_gemma
-from genserve.dllm.serve import start_served
+from genserve.dllm.models.registry import load_diffusion_model
+from genserve.dllm.serve import describe, start_served
 
 from .served import Served
 
@@ -254,6 +255,31 @@ def test_metrics(served):
     assert found[f"genserve_http_request_seconds_count{label}"] > 0
 
 
+def test_metrics_count_what_ran(served):
+    names = ("steps", "passes", "commits", "blocks", "refreshes", "prefill_tokens", "decode_tokens")
+    label = '{model="llada"}'
+    before, prompt, length = served.metrics(), [20, 21, 22], 16
+    fields = {"max_tokens": length, "block_length": 8, "unmasking": "quota", "ignore_eos": True}
+    answer = served.complete(prompt, **fields)
+    assert answer.usage.completion_tokens == length
+    after = served.metrics()
+    ran = {
+        name: after[key] - before[key] for name in names for key in [f"genserve_engine_{name}_total{label}"]
+    }
+    canvas = len(prompt) + length
+    assert ran == {
+        "steps": length,  # a position a pass, nobody beside it
+        "passes": length,
+        "commits": length,
+        "blocks": 2,
+        "refreshes": 1,  # the second block begins with one
+        "prefill_tokens": 2 * canvas,
+        "decode_tokens": (length - 2) * 8,
+    }
+    steps, commits = (after[f"genserve_engine_{name}_total{label}"] for name in ("steps", "commits"))
+    assert after[f"genserve_engine_tokens_per_forward{label}"] == pytest.approx(commits / steps)
+
+
 def test_the_library_takes_either_family(folder):
     with LLM(folder, num_threads=1, kv_pool="1MiB") as llm:
         messages = [{"role": "user", "content": "hi"}]
@@ -262,6 +288,12 @@ def test_the_library_takes_either_family(folder):
         deltas = list(llm.stream("One page", max_tokens=16, options=LENGTHS, include_unmasking=True))
         assert "".join(delta.text for delta in deltas) == one.text
         assert sum(len(delta.unmasked) for delta in deltas) >= len(one.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(("arch", "fills"), [("llada", True), ("llada2", False), ("sdar", False)])
+def test_answers_are_filled_behind_a_stop_token_where_the_references_do(tmp_path, arch, fills):
+    folder = str(write_tiny(arch, tmp_path / arch))
+    assert describe(DllmConfig(model=folder), load_diffusion_model(folder)).facts.defaults.early_stop is fills
 
 
 @pytest.mark.parametrize(
