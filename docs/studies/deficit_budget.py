@@ -108,7 +108,8 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
                 for row in rows
                 if (row["policy"], row["budget"]) == (policy, budget)
             )
-            axis.plot(*zip(*line, strict=True), marker="o", label=f"budget {budget}")
+            if line:
+                axis.plot(*zip(*line, strict=True), marker="o", label=f"budget {budget}")
         axis.set(title=policy, xlabel="requests/s", ylim=(0, 80))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("p99 end to end (s)")
@@ -117,16 +118,12 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
     pyplot.close(figure)
     figure, axis = pyplot.subplots(figsize=(6, 3), layout="constrained")
     places, labels = [], []
-    for index, budget in enumerate(BUDGETS):
+    shown = [row for row in rows if (row["policy"], row["rate"]) == ("signed", BREAKDOWN_RATE)]
+    for index, row in enumerate(shown):
         for offset, name in enumerate(("mean", "tail")):
-            (row,) = [
-                row
-                for row in rows
-                if (row["policy"], row["budget"], row["rate"]) == ("signed", budget, BREAKDOWN_RATE)
-            ]
             place, bottom = 2.5 * index + offset, 0.0
             places.append(place)
-            labels.append(f"{budget}\n{name}")
+            labels.append(f"{row['budget']}\n{name}")
             for part, colour in (("queue", "tab:red"), ("prefill", "tab:orange"), ("decode", "tab:blue")):
                 height = row["breakdown"][name][f"{part}_s"]
                 axis.bar(place, height, bottom=bottom, color=colour, label=part if not places[1:] else None)
