@@ -14,9 +14,9 @@ from genserve import LLM
 from genserve.core.errors import ConfigError
 from genserve.core.models.tiny import make_tiny_folder
 from genserve.dllm.config import DllmConfig
+from genserve.dllm.models.registry import load_diffusion_model
 from genserve.dllm.models.tiny import write_tiny
 from genserve.dllm.models.tiny_canvas import write_tiny_diffusion_gemma
-from genserve.dllm.models.registry import load_diffusion_model
 from genserve.dllm.serve import describe, start_served
 
 from .served import Served
