@@ -111,7 +111,7 @@ FACTS = {
             "What noise does {0} make?",
             "How does {0} sound?",
         ),
-        ("Do you know what sound {0} makes?", "Tell me what {0} says."),
+        ("Do you know what sound {0} makes?", "Tell me what sound {0} makes."),
     ),
     "baby": Facts(
         words.BABIES,
