@@ -114,7 +114,11 @@ class DiffusionOptions(_Strict):
     @field_validator("unmasking", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"kind": value}
+        if value is None or isinstance(value, Mapping | UnmaskingOptions):
+            return value
+        raise InvalidRequest("", "must be a rule's name or an object")
 
     @field_validator("suffix", mode="before")
     @classmethod

@@ -14,9 +14,9 @@ from genserve import LLM
 from genserve.core.errors import ConfigError
 from genserve.core.models.tiny import make_tiny_folder
 from genserve.dllm.config import DllmConfig
+from genserve.dllm.models.registry import load_diffusion_model
 from genserve.dllm.models.tiny import write_tiny
 from genserve.dllm.models.tiny_canvas import write_tiny_diffusion_gemma
-from genserve.dllm.models.registry import load_diffusion_model
 from genserve.dllm.serve import describe, start_served
 
 from .served import Served
@@ -174,6 +174,9 @@ def test_logprobs_are_of_the_committed_tokens(served):
         ({"cfg_scale": 1, "cache": "dual"}, "cfg_scale", "cache 'none'"),
         ({"pinned": [{"position": 99, "text": "x"}]}, "pinned", "answer of 24 tokens"),
         ({"pinned": "x"}, "pinned", "list"),
+        ({"pinned": [1]}, "pinned[0]", "must be an object"),
+        ({"unmasking": 3}, "unmasking", "must be a rule's name or an object"),
+        ({"stream": True, "stream_options": "all"}, "stream_options", "must be an object"),
         ({"max_tokens": 9999}, "max_tokens", "context of 512 tokens"),
         ({"suffix": "fox " * 400}, "prompt", "suffix tokens"),
         ({"prompt": ""}, "prompt", "empty"),
