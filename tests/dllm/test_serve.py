@@ -331,6 +331,9 @@ def test_block_causal_models_are_served_too(tmp_path):
 
 def test_renoised_canvases_are_served_too(tmp_path):
     folder = str(write_tiny_diffusion_gemma(tmp_path / "gemma"))
+    for options in ({"max_context_tokens": 16}, {"kv_pool": "12KiB"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}: .* a canvas of 16 and a prompt"):
+            asyncio.run(start_served(DllmConfig(model=folder, num_threads=1, **options)))
     with Served((folder, {"max_context_tokens": 128})) as server:
         fields = {"max_tokens": 21, "seed": 4, "steps": 6}
         whole = server.complete(**fields)
