@@ -54,6 +54,8 @@ _READ_BY_CANVAS = ("entropy_bound", "threshold", "steps")
 MAX_STEPS = 1 << 20
 # Independent draws are made for every step in turn, those that commit nothing included.
 MAX_INDEPENDENT_STEPS = 1 << 10
+# More passes than that, and the noise of one canvas would be that of the next.
+MAX_CANVAS_STEPS = (1 << 12) - 1
 
 
 class _Strict(BaseModel):
@@ -292,6 +294,8 @@ def check_params(params: DiffusionParams, facts: ServedFacts, info: EngineInfo) 
             raise InvalidRequest(
                 "block_length", f"this model's canvas has {facts.defaults.block_length} positions"
             )
+        if params.unmasking.steps is not None:
+            check_integer("steps", params.unmasking.steps, 1, MAX_CANVAS_STEPS)
         if params.pinned:
             raise InvalidRequest("pinned", "a renoised canvas keeps no given tokens")
     check_integer("refresh_interval", params.refresh_interval, 1, MAX_STEPS)
