@@ -54,6 +54,8 @@ _READ_BY_CANVAS = ("entropy_bound", "threshold", "steps")
 MAX_STEPS = 1 << 20
 # Independent draws are made for every step in turn, those that commit nothing included.
 MAX_INDEPENDENT_STEPS = 1 << 10
+# More passes than that, and the noise of one canvas would be that of the next.
+MAX_CANVAS_STEPS = (1 << 12) - 1
 
 
 class _Strict(BaseModel):
@@ -114,7 +116,11 @@ class DiffusionOptions(_Strict):
     @field_validator("unmasking", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"kind": value}
+        if value is None or isinstance(value, Mapping | UnmaskingOptions):
+            return value
+        raise InvalidRequest("", "must be a rule's name or an object")
 
     @field_validator("suffix", mode="before")
     @classmethod
@@ -288,6 +294,8 @@ def check_params(params: DiffusionParams, facts: ServedFacts, info: EngineInfo) 
             raise InvalidRequest(
                 "block_length", f"this model's canvas has {facts.defaults.block_length} positions"
             )
+        if params.unmasking.steps is not None:
+            check_integer("steps", params.unmasking.steps, 1, MAX_CANVAS_STEPS)
         if params.pinned:
             raise InvalidRequest("pinned", "a renoised canvas keeps no given tokens")
     check_integer("refresh_interval", params.refresh_interval, 1, MAX_STEPS)

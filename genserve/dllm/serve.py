@@ -114,6 +114,13 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
     # Pages that no set of running requests could ever fill would be memory for nothing.
     copies = 2 if loaded.family == "bidirectional" else 1
     num_pages = min(num_pages, copies * config.max_running * -(-context // PAGE_TOKENS))
+    if loaded.canvas is not None:
+        canvas = loaded.default_block_length
+        for name, num_tokens in (("max_context_tokens", context), ("kv_pool", num_pages * PAGE_TOKENS)):
+            if num_tokens <= canvas:
+                raise ConfigError(
+                    f"{name}: {num_tokens} tokens do not hold a canvas of {canvas} and a prompt"
+                )
     limits = EngineLimits(
         num_pages=num_pages,
         max_context_tokens=context,

@@ -172,6 +172,7 @@ def test_what_cannot_work_is_refused_by_name(options, field, message):
         ("canvas", {"block_length": 8}, "block_length"),
         ("canvas", {"unmasking": "quota"}, "unmasking"),
         ("canvas", {"factor": 1.0}, "factor"),
+        ("canvas", {"steps": 4096}, "steps"),
         ("canvas", {"pinned": [{"position": 0, "token_ids": [5]}]}, "pinned"),
     ],
 )

@@ -174,6 +174,9 @@ def test_logprobs_are_of_the_committed_tokens(served):
         ({"cfg_scale": 1, "cache": "dual"}, "cfg_scale", "cache 'none'"),
         ({"pinned": [{"position": 99, "text": "x"}]}, "pinned", "answer of 24 tokens"),
         ({"pinned": "x"}, "pinned", "list"),
+        ({"pinned": [1]}, "pinned[0]", "must be an object"),
+        ({"unmasking": 3}, "unmasking", "must be a rule's name or an object"),
+        ({"stream": True, "stream_options": "all"}, "stream_options", "must be an object"),
         ({"max_tokens": 9999}, "max_tokens", "context of 512 tokens"),
         ({"suffix": "fox " * 400}, "prompt", "suffix tokens"),
         ({"prompt": ""}, "prompt", "empty"),
@@ -328,6 +331,9 @@ def test_block_causal_models_are_served_too(tmp_path):
 
 def test_renoised_canvases_are_served_too(tmp_path):
     folder = str(write_tiny_diffusion_gemma(tmp_path / "gemma"))
+    for options in ({"max_context_tokens": 16}, {"kv_pool": "12KiB"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}: .* a canvas of 16 and a prompt"):
+            asyncio.run(start_served(DllmConfig(model=folder, num_threads=1, **options)))
     with Served((folder, {"max_context_tokens": 128})) as server:
         fields = {"max_tokens": 21, "seed": 4, "steps": 6}
         whole = server.complete(**fields)

@@ -350,6 +350,8 @@ def _first_error(error: ValidationError) -> InvalidRequest:
             field += f".{part}" if field else str(part)
     if first["type"] == "extra_forbidden":
         return UnsupportedField(field[:200], "is not supported")
+    if first["type"] == "model_type":  # its own message names a class of ours
+        return InvalidRequest(field[:200], "must be an object")
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidRequest):
         return type(cause)(field + cause.field, cause.message)
