@@ -70,6 +70,7 @@ class DiffusionParams:
     suffix_token_ids  what follows the answer: the model sees it from the start (infilling).
     early_stop    fill the answer with EOS after the first committed EOS, and end there.
     fill_at_block_start  whether that fill also follows a block's start pass with a cache.
+    stop_in_prompt  whether a stop token of the prompt counts too: then the fill overwrites what is behind it.
     end_when_settled  end as soon as every position up to the first EOS is committed, even mid-block.
     include_unmasking  report every commit with position, confidence and pass, not just the settled prefix.
     """
@@ -87,5 +88,6 @@ class DiffusionParams:
     suffix_token_ids: tuple[int, ...] = ()
     early_stop: bool = True
     fill_at_block_start: bool = True
+    stop_in_prompt: bool = False
     end_when_settled: bool = True
     include_unmasking: bool = False
