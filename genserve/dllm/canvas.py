@@ -25,13 +25,15 @@ class Block:
 class Canvas:
     """Token ids with `OPEN` positions in the answer `[prompt_len, answer_end)`; a suffix may follow.
 
-    `first_stop` is the first committed position that holds a stop token, or None. Positions are
+    `first_stop` is the first committed position of the answer (`stop_in_prompt`: of prompt and answer)
+    that holds a stop token, or None. Positions are
     absolute. Blocks are cut from the end of the prompt, or, `aligned`, at absolute multiples of
     `block_length` (then the first one may begin with prompt tokens).
     """
 
     __slots__ = (
         "_settled",
+        "_stops_from",
         "aligned",
         "answer_end",
         "block_length",
@@ -50,6 +52,7 @@ class Canvas:
         *,
         aligned: bool = False,
         stop_ids: Iterable[int] = (),
+        stop_in_prompt: bool = False,
     ) -> None:
         self.ids = list(ids)
         self.prompt_len = prompt_len
@@ -58,9 +61,8 @@ class Canvas:
         self.aligned = aligned
         self.stop_ids = frozenset(stop_ids)
         self._settled = prompt_len
-        self.first_stop: int | None = None
-        if not self.stop_ids.isdisjoint(self.ids[prompt_len:answer_end]):
-            self.first_stop = next(p for p in range(prompt_len, answer_end) if self.ids[p] in self.stop_ids)
+        self._stops_from = 0 if stop_in_prompt else prompt_len
+        self.first_stop = self._find_stop(self._stops_from)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -93,12 +95,15 @@ class Canvas:
             if self.first_stop is None or position < self.first_stop:
                 self.first_stop = position
         elif before in self.stop_ids and position == self.first_stop:
-            self.first_stop = next(
-                (p for p in range(position + 1, self.answer_end) if self.ids[p] in self.stop_ids), None
-            )
+            self.first_stop = self._find_stop(position + 1)
+
+    def _find_stop(self, start: int) -> int | None:
+        if self.stop_ids.isdisjoint(self.ids[start : self.answer_end]):
+            return None
+        return next(p for p in range(start, self.answer_end) if self.ids[p] in self.stop_ids)
 
     def fill_after_stop(self, token_id: int) -> bool:
-        """Overwrite the answer behind the first stop token; whether that changed anything."""
+        """Overwrite the canvas, to the end of the answer, behind the first stop token; whether that changed anything."""
         if self.first_stop is None:
             return False
         start, end = self.first_stop + 1, self.answer_end
@@ -111,9 +116,7 @@ class Canvas:
         """Take the block and all after it back to `start_ids`, the whole canvas as the block began."""
         self.ids[block.start :] = start_ids[block.start :]
         if self.first_stop is not None and self.first_stop >= block.start:
-            self.first_stop = next(
-                (p for p in range(self.prompt_len, self.answer_end) if self.ids[p] in self.stop_ids), None
-            )
+            self.first_stop = self._find_stop(self._stops_from)
         self._settled = min(self._settled, max(block.start, self.prompt_len))
 
     def settled_end(self) -> int:

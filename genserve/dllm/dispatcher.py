@@ -537,5 +537,12 @@ def _canvas(
     ids = [*submit.prompt_token_ids, *([OPEN] * (end - num_prompt)), *params.suffix_token_ids]
     for offset, token_id in params.pinned:
         ids[num_prompt + offset] = token_id
-    aligned = params.cache == "block"
-    return Canvas(ids, num_prompt, end, params.block_length, aligned=aligned, stop_ids=stop_ids)
+    return Canvas(
+        ids,
+        num_prompt,
+        end,
+        params.block_length,
+        aligned=params.cache == "block",
+        stop_ids=stop_ids,
+        stop_in_prompt=params.stop_in_prompt,
+    )

@@ -101,6 +101,7 @@ class _Request:
             params.block_length,
             aligned=params.cache == "block",
             stop_ids=assign.sampling.stop_token_ids,
+            stop_in_prompt=params.stop_in_prompt,
         )
         self.enter(Block(-1, 0, 0))
         self.passes = Passes(params, len(assign.ids), assign.prompt_len, shifted=limits.shifted)

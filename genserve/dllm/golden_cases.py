@@ -246,6 +246,7 @@ def replay_of(case: dict[str, Any]) -> Replay:
             cfg_scale=case.get("cfg_scale") or 0.0,
             early_stop=eos_id is not None,
             fill_at_block_start=False,
+            stop_in_prompt=True,
             end_when_settled=False,
         )
     else:
@@ -257,6 +258,7 @@ def replay_of(case: dict[str, Any]) -> Replay:
         params.block_length,
         aligned=params.cache == "block",
         stop_ids=() if eos_id is None else (eos_id,),
+        stop_in_prompt=params.stop_in_prompt,
     )
     return Replay(case, params, canvas, arch == "dream")
 

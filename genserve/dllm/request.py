@@ -71,6 +71,7 @@ class DiffusionParams:
     early_stop    fill the answer with EOS after the first committed EOS, and end there. With editing,
                   which may take an EOS back, nothing is filled and the answer ends with its block.
     fill_at_block_start  whether that fill also follows a block's start pass with a cache.
+    stop_in_prompt  whether a stop token of the prompt counts too: then the fill overwrites what is behind it.
     end_when_settled  end as soon as every position up to the first EOS is committed, even mid-block
                   (with editing at the block's end).
     include_unmasking  report every commit with position, confidence and pass, not just the settled prefix.
@@ -89,5 +90,6 @@ class DiffusionParams:
     suffix_token_ids: tuple[int, ...] = ()
     early_stop: bool = True
     fill_at_block_start: bool = True
+    stop_in_prompt: bool = False
     end_when_settled: bool = True
     include_unmasking: bool = False

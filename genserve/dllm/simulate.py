@@ -61,6 +61,7 @@ class _Slot:
             admit.params.block_length,
             aligned=admit.params.cache == "block",
             stop_ids=admit.sampling.stop_token_ids,
+            stop_in_prompt=admit.params.stop_in_prompt,
         )
         self.seed = admit.sampling.seed or 0
         self.mean_more = mean_more

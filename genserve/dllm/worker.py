@@ -86,6 +86,7 @@ class _Slot:
             admit.params.block_length,
             aligned=admit.params.cache == "block",
             stop_ids=admit.sampling.stop_token_ids,
+            stop_in_prompt=admit.params.stop_in_prompt,
         )
         self.given = {admit.prompt_len + offset for offset, _ in admit.params.pinned}
         self.pages: list[int] = []

@@ -58,6 +58,20 @@ def test_what_differs_or_cannot_be_said_fails_with_its_reason(
         assert reason in out
 
 
+def test_an_eos_in_the_prompt_is_the_first_of_the_canvas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "llada-a-15-none-threshold"
+    case = json.loads((FOLDER / "cases" / "llada" / f"{name}.json").read_text())
+    eos_id, prompt = case["eos_id"], case["prompt"]
+    prompt[3] = eos_id
+    final = [*prompt[:3], *[eos_id] * (len(case["final"]) - 3)]
+    nothing = case["steps"][0] | {"pos": [], "tok": [], "conf": [], "eos_fill_from": 4}
+    shutil.copytree(FOLDER / "checkpoints" / "llada-a", tmp_path / "checkpoints" / "llada-a")
+    changed(tmp_path, name, prompt=prompt, steps=[nothing], nfe=1, nfe_without_idle=0, final=final)
+    assert main([str(tmp_path)]) == 0, capsys.readouterr().out
+
+
 def test_a_folder_with_nothing_to_replay_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
