@@ -27,7 +27,7 @@ from genserve.dllm.simulate import Breakdown, mean_breakdown, simulate
 BUDGETS = (512, 1024, 2048, 16384)
 POLICIES = ("paper", "signed")
 RATES = (6.0, 6.5, 7.0, 7.5, 8.0)
-BREAKDOWN_RATE = 7.0
+BREAKDOWN_RATE = 7.5
 BANDS = {"median": (45, 55), "tail": (98, 99.8)}
 
 
@@ -110,7 +110,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
             )
             if line:
                 axis.plot(*zip(*line, strict=True), marker="o", label=f"budget {budget}")
-        axis.set(title=policy, xlabel="requests/s", ylim=(0, 80))
+        axis.set(title=policy, xlabel="requests/s", ylim=(0, 60))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("p99 end to end (s)")
     axes[0].legend(fontsize=8)

@@ -4,9 +4,9 @@ Owns model shapes and two sources of kernel times: a roofline, and measured tabl
 NVIDIA AIConfigurator (`gemm`, `context_attention`, `generation_attention` csv files, which stay where
 they are). A step is priced from the rows of its passes and the context that each attends to.
 
-The calibration is two numbers, fitted to two published facts of LLaDA-8B on an H100 (Sangam §6.2, §6.4):
-one request at a time is served in 1.87 s on average (what makes a queue of 20.7 s at 0.5 requests/s), and
-an iteration of some 1,000 tokens lasts about 29 ms.
+The calibration was fitted to two published means of LLaDA-8B on H100s (Sangam §6.2, §6.3): one request at a
+time is served in 1.87 s (what makes a queue of 20.7 s at 0.5 requests/s), and 8 workers take 7.1 s for a
+request at 7.5 requests/s. `docs/studies/deficit_budget.md` shows what follows.
 """
 
 from __future__ import annotations

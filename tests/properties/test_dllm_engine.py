@@ -120,7 +120,7 @@ def play(limits, posts, num_engines, routing, failing):
     return heard
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     engine_limits(),
     workloads(),
@@ -148,7 +148,7 @@ def test_every_request_ends_exactly_once_and_everything_comes_back(
         assert wanted is None or len(tokens) <= wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(engine_limits(), workloads(), st.integers(1, 3))
 def test_what_a_request_gets_does_not_depend_on_its_company(limits, posts, num_engines):
     crowd = play(limits, [p for p in posts if isinstance(p[1], Submit)], num_engines, "round_robin", set())
