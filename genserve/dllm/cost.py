@@ -4,7 +4,7 @@ Owns model shapes and two sources of kernel times: a roofline, and measured tabl
 NVIDIA AIConfigurator (`gemm`, `context_attention`, `generation_attention` csv files, which stay where
 they are). A step is priced from the rows of its passes and the context that each attends to.
 
-The calibration was fitted to two published means of LLaDA-8B on H100s (Sangam §6.2, §6.3): one request at a
+The calibration was chosen by hand to come near two published means of LLaDA-8B on H100s (Sangam §6.2, §6.3): one request at a
 time is served in 1.87 s (what makes a queue of 20.7 s at 0.5 requests/s), and 8 workers take 7.1 s for a
 request at 7.5 requests/s. `docs/studies/deficit_budget.md` shows what follows.
 """
