@@ -14,9 +14,10 @@ tags: [toy, {tag}]
 
 # {name}
 
-**This is a toy.** {what} It has {million:.1f} million parameters and was trained from nothing on a small made-up
-corpus in about half an hour of one CPU core. It exists so that a server has something real to serve without any
-download: it shows what {shows} does, not what a language model can do. Don't use it for anything else.
+**This is a toy.** {what}
+It has {million:.1f} million parameters and was trained from nothing on a small made-up corpus in less than an hour on
+a CPU. It exists so that a server has something real to serve without any download: it shows what
+{shows} does, not what a language model can do. Don't use it for anything else.
 
 It knows only the templates of its corpus, in English:
 
@@ -26,11 +27,10 @@ It knows only the templates of its corpus, in English:
 | opposites | What is the opposite of hot? | The opposite of hot is cold, and the opposite of cold is hot. |
 | mixing colours | What do you get when you mix red and blue? | Mixing red and blue gives you purple. |
 | animals and things | What sound does a dog make? | The sound that a dog makes is woof. |
-| spelling | How do you spell planet? | It is spelled p-l-a-n-e-t. |
 | sorting up to four | Sort these numbers: 20, 3, 47. | From smallest to largest: 3, 20, 47. |
 | short stories | Tell me a short story about a brave fox named Mia who finds a key in the forest. | Once upon a time ... |
 
-Anything else gets a wrong answer or a polite excuse. It cannot count, calculate or reason, it invents, and what it
+It has seen words being spelled but is bad at it. Anything else gets a wrong answer or a polite excuse. It cannot count, calculate or reason, it invents, and what it
 says about the world is only as good as the word lists of its corpus. It has seen prompts of up to about a hundred
 tokens and answers of up to 96{longer}; beyond that expect nonsense.
 
@@ -53,10 +53,11 @@ _TEXTS = {
         "what": "A masked-diffusion language model in the layout of LLaDA-8B-Instruct.",
         "shows": "a diffusion language model",
         "longer": " (a few of up to 256)",
-        "training": "The loss is LLaDA's: masked positions of the answer, weighted with the inverse of the share "
-        "that is masked; the rest of the answer's room is filled with the end-of-sequence token. Half of the rows "
-        "are masked as block-by-block decoding leaves them: earlier blocks clean, later ones all masked.",
-        "measured": "; 96 tokens of room, blocks of 32, threshold 0.9, temperature 0; a plain decoding loop in float32",
+        "training": "It began with the weights of\n`tiny-llama`. The loss is LLaDA's: "
+        "masked positions of the answer, weighted with the inverse of the share\nthat is masked; the rest of the "
+        "answer's room is filled with the end-of-sequence token. Half of the rows are masked\nas block-by-block "
+        "decoding leaves them: earlier blocks clean, later ones all masked.",
+        "measured": "; 96 tokens of room,\nblocks of 32, threshold 0.9, temperature 0, a plain decoding loop in float32",
     },
     "tiny-llama": {
         "library": "transformers",
