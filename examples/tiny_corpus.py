@@ -315,7 +315,9 @@ _SHARES = {
     "capital": 8, "continent": 6, "opposite": 6, "mixing": 3, "sound": 3, "baby": 3, "colour": 3, "kind": 4,
     "spelling": 13, "sort_numbers": 20, "sort_words": 15, "story": 11, "talk": 4,
 }  # fmt: skip
-JUDGED_TASKS = tuple(task for task in _MAKERS if task not in ("talk", "spelling"))  # spelling is not learned yet
+JUDGED_TASKS = tuple(
+    task for task in _MAKERS if task not in ("talk", "spelling")
+)  # spelling is not learned yet
 
 
 def training_item(rng: random.Random) -> Item:

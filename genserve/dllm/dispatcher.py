@@ -1,6 +1,6 @@
 """The controller in front of the engines: admits requests, routes their blocks, streams what is settled.
 
-Owns the order of arrival, each request's canvas and a ledger of the pages that engines hold; must not
+Owns the order of arrival, each request (`dllm.tracked`) and the engines' ledgers (`dllm.ledger`); must not
 know steps, budgets or tensors (Sangam §4.3, colocated). An engine is told to keep a request for all its
 blocks if there is no choice (one engine, `sticky`) or its KV outlives a block; else every block is
 routed anew. Whatever was told is rebuilt from token ids when an engine is lost: a request goes back to
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from genserve.core.control import Effect, Event, Message, Send, Timer, WakeAt
 from genserve.core.metrics.recorder import TOKEN_BUCKETS, Recorder
@@ -27,160 +26,16 @@ from genserve.core.types import (
     Unmasked,
 )
 from genserve.dllm.cache import LASTING
-from genserve.dllm.canvas import OPEN, Block, Canvas
 from genserve.dllm.engine import EngineLimits
+from genserve.dllm.ledger import EngineLedger, Held
 from genserve.dllm.messages import Assign, Cancel, EngineBack, EngineLost, Progress, Report
 from genserve.dllm.request import DiffusionParams
-from genserve.dllm.routing import EngineView, Routing, choose
+from genserve.dllm.routing import Routing, choose
 from genserve.dllm.step import Commit
+from genserve.dllm.tracked import TrackedRequest, answer_end, max_tokens
 
 # A request whose engines die this often and once more may be what kills them, and others must go on.
 MAX_RESTARTS = 3
-
-
-class _Request:
-    """One request. `limit` is where its output ends at the latest; told_* is what the client has."""
-
-    __slots__ = (
-        "arrival_s",
-        "block",
-        "canvas",
-        "engine",
-        "has_committed",
-        "has_deadline",
-        "key",
-        "limit",
-        "logprobs",
-        "num_block_passes",
-        "num_cached",
-        "num_passes",
-        "num_restarts",
-        "num_told",
-        "num_told_passes",
-        "order",
-        "params",
-        "queued_s",
-        "request_id",
-        "restart_ids",
-        "restart_passes",
-        "sampling",
-        "told_first",
-        "waited_s",
-    )
-
-    def __init__(self, submit: Submit, order: int, params: DiffusionParams, limits: EngineLimits, now: float):
-        sampling = submit.sampling
-        eos_ids = () if sampling.ignore_eos else limits.eos_token_ids
-        self.request_id = submit.request_id
-        self.key = f"{submit.request_id}#{order}"
-        self.order = order
-        self.arrival_s = self.queued_s = now
-        self.waited_s = 0.0
-        self.sampling = replace(
-            sampling, stop_token_ids=tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids)))
-        )
-        self.params = params
-        self.canvas = _canvas(submit, params, self.sampling.stop_token_ids, limits)
-        self.limit = len(submit.prompt_token_ids) + _max_tokens(submit, params, limits)
-        self.block = Block(-1, 0, 0)
-        self.restart_ids = tuple(self.canvas.ids)
-        self.restart_passes = 0
-        self.engine: _Engine | None = None
-        self.has_deadline = submit.deadline_s is not None
-        self.logprobs: dict[int, TokenLogprobs] = {}
-        self.num_passes = self.num_block_passes = self.num_told_passes = 0
-        self.num_cached = 0
-        self.num_restarts = 0
-        self.num_told = 0
-        self.told_first = self.has_committed = False
-
-    def __lt__(self, other: _Request) -> bool:
-        return self.order < other.order
-
-    def next_block(self) -> Block | None:
-        """The block to denoise now, or None if no position is open."""
-        canvas = self.canvas
-        for index in range(max(self.block.index, 0), canvas.num_blocks):
-            block = canvas.block(index)
-            if canvas.has_open(block.start, block.end):
-                return block
-        return None
-
-    def enter(self, block: Block) -> None:
-        """A new block begins; unless KV outlives blocks approximately, one may restart from here."""
-        self.block = block
-        self.num_block_passes = 0
-        if self.params.cache != "dkv" or block.index == 0:
-            self.restart_ids = tuple(self.canvas.ids)
-            self.restart_passes = self.num_passes
-
-    def restart(self) -> None:
-        """Forget what an engine did since the last place to restart from."""
-        canvas = self.canvas
-        start = canvas.prompt_len if self.params.cache == "dkv" else self.block.start
-        canvas.reopen(Block(self.block.index, start, start), self.restart_ids)
-        self.num_passes = self.restart_passes
-        self.engine = None
-        self.block = Block(-1, 0, 0)
-        block = self.next_block()
-        assert block is not None, "an engine held a finished request"
-        self.enter(block)
-
-
-class _Held:
-    """A request that an engine has not given back: its pages, and its prefill tokens until they ran."""
-
-    __slots__ = ("num_pages", "num_tokens", "order", "request")
-
-    def __init__(self, request: _Request, num_pages: int, num_tokens: int) -> None:
-        self.request: _Request | None = request
-        self.order = request.order
-        self.num_pages = num_pages
-        self.num_tokens = num_tokens
-
-
-class _Engine:
-    """The ledger of one engine."""
-
-    __slots__ = ("alive", "held", "name", "num_pages", "outstanding_tokens", "unstarted")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.forget_all()
-        self.alive = True
-
-    def forget_all(self) -> None:
-        self.alive = False
-        self.held: dict[str, _Held] = {}
-        self.unstarted: dict[str, _Held] = {}
-        self.num_pages = 0
-        self.outstanding_tokens = 0
-
-    def take(self, key: str, held: _Held) -> None:
-        self.held[key] = self.unstarted[key] = held
-        self.num_pages += held.num_pages
-        self.outstanding_tokens += held.num_tokens
-
-    def started(self, key: str) -> None:
-        held = self.unstarted.pop(key, None)
-        if held is not None:
-            self.outstanding_tokens -= held.num_tokens
-
-    def give_back(self, key: str) -> None:
-        self.started(key)
-        self.num_pages -= self.held.pop(key).num_pages
-
-    def view(self, order: int, num_pages: int, limits: EngineLimits) -> EngineView:
-        """For a request of `order`: whatever is younger and has not begun will wait behind it."""
-        younger = [held for held in self.unstarted.values() if held.order > order]
-        free_pages = limits.num_pages - self.num_pages + sum([held.num_pages for held in younger])
-        free_slots = limits.max_running - len(self.held) + len(younger)
-        return EngineView(
-            self.alive and free_pages >= num_pages and free_slots >= 1,
-            self.alive and free_pages >= 0 and free_slots >= 0,
-            self.outstanding_tokens,
-            len(self.held),
-        )
 
 
 class Dispatcher:
@@ -202,11 +57,11 @@ class Dispatcher:
         self.limits = limits
         self._routing = routing
         self._reply_to = reply_to
-        self._engines = {name: _Engine(name) for name in engines}
+        self._engines = {name: EngineLedger(name) for name in engines}
         self._in_turn = list(self._engines.values())
         self._last = -1
-        self._requests: dict[str, _Request] = {}
-        self._queue: list[_Request] = []
+        self._requests: dict[str, TrackedRequest] = {}
+        self._queue: list[TrackedRequest] = []
         self._num_arrived = 0
         self._outbox: list[TokenOutput] = []
         self._effects: list[Effect] = []
@@ -248,7 +103,7 @@ class Dispatcher:
             self._outbox.append(TokenOutput(submit.request_id, finish_reason="error", error=problem))
             return
         self._num_arrived += 1
-        request = _Request(submit, self._num_arrived, params, self.limits, now)
+        request = TrackedRequest(submit, self._num_arrived, params, self.limits, now)
         self._requests[request.request_id] = request
         if submit.deadline_s is not None:
             self._effects.append(WakeAt(submit.deadline_s, request.key))
@@ -275,14 +130,14 @@ class Dispatcher:
             return f"cfg_scale needs cache 'none', not {params.cache!r}"
         if params.suffix_token_ids and params.cache in ("block", "canvas"):
             return f"cache {params.cache!r} never sees a suffix"
-        num_answer = _max_tokens(submit, params, limits)
+        num_answer = max_tokens(submit, params, limits)
         total = len(submit.prompt_token_ids) + num_answer + len(params.suffix_token_ids)
         if num_answer < 0 or total > limits.max_context_tokens:
             return f"{total - min(num_answer, 0)} tokens exceed the context of {limits.max_context_tokens}"
         for offset, _ in params.pinned:
             if not 0 <= offset < num_answer:
                 return f"pinned: offset {offset} is outside the answer of {num_answer} tokens"
-        length = _answer_end(submit, params, limits) + len(params.suffix_token_ids)
+        length = answer_end(submit, params, limits) + len(params.suffix_token_ids)
         if length > limits.max_context_tokens:
             return f"{length} tokens in whole canvases exceed the context of {limits.max_context_tokens}"
         if limits.pages_for(length, params) > limits.num_pages:
@@ -304,7 +159,7 @@ class Dispatcher:
             if held.request is not None:
                 self._on_progress(held.request, progress, now)
 
-    def _on_progress(self, request: _Request, progress: Progress, now: float) -> None:
+    def _on_progress(self, request: TrackedRequest, progress: Progress, now: float) -> None:
         ended = progress.ended
         if ended in ("error", "cancelled"):
             request.engine = None
@@ -347,7 +202,7 @@ class Dispatcher:
             self._tell(request, progress.commits, step)
             self._enqueue(request, now)
 
-    def _enqueue(self, request: _Request, now: float) -> None:
+    def _enqueue(self, request: TrackedRequest, now: float) -> None:
         request.queued_s = now
         insort(self._queue, request)
 
@@ -369,7 +224,7 @@ class Dispatcher:
     # -- outputs and endings ---------------------------------------------------------------------
 
     def _tell(
-        self, request: _Request, commits: Sequence[Commit] = (), step: int = -1, *, ended: bool = False
+        self, request: TrackedRequest, commits: Sequence[Commit] = (), step: int = -1, *, ended: bool = False
     ) -> None:
         """Stream what has become the committed prefix, and end the request with its answer."""
         canvas, first = request.canvas, request.canvas.prompt_len
@@ -413,7 +268,7 @@ class Dispatcher:
             self._forget(request)
 
     def _take_logprobs(
-        self, request: _Request, start: int, token_ids: Sequence[int]
+        self, request: TrackedRequest, start: int, token_ids: Sequence[int]
     ) -> tuple[TokenLogprobs, ...]:
         if request.sampling.logprobs is None:
             return ()
@@ -427,14 +282,14 @@ class Dispatcher:
         if request is not None:
             self._finish(request, reason, error)
 
-    def _finish(self, request: _Request, reason: FinishReason, error: str | None) -> None:
+    def _finish(self, request: TrackedRequest, reason: FinishReason, error: str | None) -> None:
         output = TokenOutput(
             request.request_id, finish_reason=reason, error=error, num_cached_tokens=request.num_cached
         )
         self._outbox.append(output)
         self._forget(request)
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: TrackedRequest) -> None:
         del self._requests[request.request_id]
         if request.has_deadline:
             self._effects.append(WakeAt(math.inf, request.key))
@@ -460,7 +315,7 @@ class Dispatcher:
             self._outbox.clear()
         return effects
 
-    def _place(self, request: _Request, now: float) -> bool:
+    def _place(self, request: TrackedRequest, now: float) -> bool:
         """Assign the request to an engine; False if it must wait, and whoever comes after it."""
         limits, canvas, params = self.limits, request.canvas, request.params
         num_pages = limits.pages_for(len(canvas), params)
@@ -471,7 +326,7 @@ class Dispatcher:
         self._last = chosen
         engine = request.engine = self._in_turn[chosen]
         weight = 2 if params.cfg_scale > 0 else 1
-        engine.take(request.key, _Held(request, num_pages, weight * len(canvas)))
+        engine.take(request.key, Held(request, num_pages, weight * len(canvas)))
         request.waited_s += now - request.queued_s
         keep = len(self._in_turn) == 1 or self._routing == "sticky" or params.cache in LASTING
         assign = Assign(
@@ -504,45 +359,3 @@ class Dispatcher:
         total["num_held_pages"] = sum([engine.num_pages for engine in self._in_turn])
         total["num_outstanding_tokens"] = sum([engine.outstanding_tokens for engine in self._in_turn])
         return total
-
-
-def _max_tokens(submit: Submit, params: DiffusionParams, limits: EngineLimits) -> int:
-    """Positions that may be told; without `max_tokens` as many as context and pool hold."""
-    if submit.sampling.max_tokens is not None:
-        return submit.sampling.max_tokens
-    pool = limits.num_pages // (2 if params.cfg_scale > 0 else 1) * limits.page_tokens
-    given = len(submit.prompt_token_ids) + len(params.suffix_token_ids)
-    room = min(limits.max_context_tokens, pool) - given
-    return room // params.block_length * params.block_length if params.cache == "canvas" else room
-
-
-def _answer_end(submit: Submit, params: DiffusionParams, limits: EngineLimits) -> int:
-    """Aligned answers are rounded up to whole blocks, as far as the context reaches; canvases in any case."""
-    num_prompt, num_answer = len(submit.prompt_token_ids), _max_tokens(submit, params, limits)
-    end = num_prompt + num_answer
-    if params.cache == "canvas":
-        return num_prompt + -(-num_answer // params.block_length) * params.block_length
-    if params.cache != "block":
-        return end
-    rounded = -(-end // params.block_length) * params.block_length
-    pool = limits.num_pages * limits.page_tokens
-    return max(end, min(rounded, limits.max_context_tokens, pool))
-
-
-def _canvas(
-    submit: Submit, params: DiffusionParams, stop_ids: tuple[int, ...], limits: EngineLimits
-) -> Canvas:
-    num_prompt = len(submit.prompt_token_ids)
-    end = _answer_end(submit, params, limits)
-    ids = [*submit.prompt_token_ids, *([OPEN] * (end - num_prompt)), *params.suffix_token_ids]
-    for offset, token_id in params.pinned:
-        ids[num_prompt + offset] = token_id
-    return Canvas(
-        ids,
-        num_prompt,
-        end,
-        params.block_length,
-        aligned=params.cache == "block",
-        stop_ids=stop_ids,
-        stop_in_prompt=params.stop_in_prompt,
-    )

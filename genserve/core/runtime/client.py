@@ -11,14 +11,42 @@ from typing import Protocol
 from genserve.core.errors import GenserveError
 from genserve.core.types import EngineInfo, Submit, TokenOutput
 
-# Entries of `EngineClient.stats` that only grow; the others are levels.
-COUNTER_STATS = frozenset(
-    {
-        *("num_steps", "num_preemptions", "num_evictions"),
-        *("num_prefill_tokens", "num_decode_tokens", "num_cached_tokens"),
-        *("num_passes", "num_blocks", "num_commits", "num_refreshes", "num_restarts"),
-    }
-)
+# What an engine tells in `EngineClient.stats`, for `/metrics`.
+COUNTERS = {
+    "num_steps": "Packed forward passes",
+    "num_prefill_tokens": "Tokens computed by prefills",
+    "num_decode_tokens": "Tokens computed by decodes",
+    "num_cached_tokens": "Prompt tokens whose KV was found in the prefix cache",
+    "num_preemptions": "Sequences put back into the queue for want of pages",
+    "num_evictions": "Cached pages given to others",
+    "num_passes": "Passes of single requests; a step packs several",
+    "num_blocks": "Blocks denoised to their end",
+    "num_commits": "Positions committed",
+    "num_refreshes": "Prefills after a request's first",
+    "num_restarts": "Requests begun again after their engine was lost",
+}
+LEVELS = {
+    "up": "Whether the engine answers",
+    "num_sequences": "Sequences in flight",
+    "num_waiting": "Sequences that wait for a place, pages or budget",
+    "num_running": "Sequences that hold a slot",
+    "num_free_slots": "Slots that are free",
+    "num_pages": "KV pages of the pool",
+    "num_free_pages": "KV pages free or reclaimable",
+    "num_used_pages": "KV pages in use",
+    "num_leases": "Leases on KV pages",
+    "num_streams": "Open output streams",
+    "budget_balance": "Tokens in hand of the deficit budget, below zero a debt",
+    "num_engines": "Engines that are up",
+    "num_held": "Requests that engines hold",
+    "num_held_pages": "KV pages that the dispatcher counts as taken",
+    "num_outstanding_tokens": "Prefill tokens assigned and not yet computed",
+    "tokens_per_forward": "Positions committed per step, since the start",
+    "tokens_per_pass": "Positions committed per pass of a request, since the start",
+    "passes_per_block": "Passes per block, since the start",
+    "prefill_tokens_per_step": "Prefill tokens per step, since the start",
+    "decode_tokens_per_step": "Decode tokens per step, since the start",
+}
 
 
 class EngineClient(Protocol):

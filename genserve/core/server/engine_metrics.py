@@ -1,7 +1,8 @@
 """Engines' own gauges and counters for `/metrics`: `genserve_engine_<name>{model=...}`.
 
 Engines may be in other processes, so their figures are asked for first (`refresh`) and then
-collected; histograms of controllers in this process are read as they are. Knows nothing of what the figures mean, except which of them only grow.
+collected; histograms of controllers in this process are read as they are. What the figures mean is
+said in `core.runtime.client`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from genserve.core.errors import GenserveError
 from genserve.core.metrics.recorder import Histogram, Recorder
-from genserve.core.runtime.client import COUNTER_STATS, EngineClient
+from genserve.core.runtime.client import COUNTERS, LEVELS, EngineClient
 
 _log = logging.getLogger("genserve.server")
 _TIMEOUT_S = 2.0
@@ -61,8 +62,8 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         names = dict.fromkeys(name for stats in self._stats.values() for name in stats)
         for name in names:
-            text = f"{name} of the engine."
-            kind = CounterMetricFamily if name in COUNTER_STATS else GaugeMetricFamily
+            text = f"{COUNTERS.get(name) or LEVELS.get(name, name)}."
+            kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
             family = kind(f"genserve_engine_{name.removeprefix('num_')}", text, labels=["model"])
             for model, stats in self._stats.items():
                 if name in stats:

@@ -1,0 +1,66 @@
+"""What the dispatcher knows of an engine without asking it: whom it holds, with which pages and tokens.
+
+Owns the view that routing chooses by. Pages count until the engine says that they are free.
+"""
+
+from __future__ import annotations
+
+from genserve.dllm.engine import EngineLimits
+from genserve.dllm.routing import EngineView
+from genserve.dllm.tracked import TrackedRequest
+
+
+class Held:
+    """A request that an engine has not given back: its pages, and its prefill tokens until they ran."""
+
+    __slots__ = ("num_pages", "num_tokens", "order", "request")
+
+    def __init__(self, request: TrackedRequest, num_pages: int, num_tokens: int) -> None:
+        self.request: TrackedRequest | None = request
+        self.order = request.order
+        self.num_pages = num_pages
+        self.num_tokens = num_tokens
+
+
+class EngineLedger:
+    """The ledger of one engine."""
+
+    __slots__ = ("alive", "held", "name", "num_pages", "outstanding_tokens", "unstarted")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.forget_all()
+        self.alive = True
+
+    def forget_all(self) -> None:
+        self.alive = False
+        self.held: dict[str, Held] = {}
+        self.unstarted: dict[str, Held] = {}
+        self.num_pages = 0
+        self.outstanding_tokens = 0
+
+    def take(self, key: str, held: Held) -> None:
+        self.held[key] = self.unstarted[key] = held
+        self.num_pages += held.num_pages
+        self.outstanding_tokens += held.num_tokens
+
+    def started(self, key: str) -> None:
+        held = self.unstarted.pop(key, None)
+        if held is not None:
+            self.outstanding_tokens -= held.num_tokens
+
+    def give_back(self, key: str) -> None:
+        self.started(key)
+        self.num_pages -= self.held.pop(key).num_pages
+
+    def view(self, order: int, num_pages: int, limits: EngineLimits) -> EngineView:
+        """For a request of `order`: whatever is younger and has not begun will wait behind it."""
+        younger = [held for held in self.unstarted.values() if held.order > order]
+        free_pages = limits.num_pages - self.num_pages + sum([held.num_pages for held in younger])
+        free_slots = limits.max_running - len(self.held) + len(younger)
+        return EngineView(
+            self.alive and free_pages >= num_pages and free_slots >= 1,
+            self.alive and free_pages >= 0 and free_slots >= 0,
+            self.outstanding_tokens,
+            len(self.held),
+        )
