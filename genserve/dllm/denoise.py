@@ -185,26 +185,31 @@ def _propose_on_cpu(
 def _propose_in_torch(
     logits_RV: Tensor, options: Sequence[RowOptions], allowed: Proposable
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Any device: one row at a time in float64, so that no reduction can depend on the batch's shape."""
-    tokens, scores = [], []
-    for logits_V, option in zip(logits_RV, options, strict=True):
-        logits_V = logits_V.double()
-        temperature = _temperature(option)
-        weights = ((logits_V - logits_V.max()) / (temperature or 1.0)).clamp_min(-700).exp()
-        probs = weights / weights.sum()
-        inside = probs.clone()
-        inside[allowed.num_valid_tokens :] = -1
-        inside[allowed.mask_token_id] = -1
-        best, second = inside.topk(2).values
-        token = argmax(torch.where(inside < 0, float("-inf"), logits_V).unsqueeze(0))[0]
-        if temperature:
-            running = inside.clamp_min(0).cumsum(0)
-            token = torch.searchsorted(running, option.uniform * running[-1:], right=True)[0]
-            token = token.clamp_max(allowed.num_valid_tokens - 1)
-        entropy = -(probs * probs.log()).sum()
-        tokens.append(token)
-        scores.append(torch.stack((probs[token], best - second.clamp_min(0), entropy)))
-    return torch.stack(tokens).cpu().numpy(), torch.stack(scores).cpu().numpy()
+    """Any device: all rows at once, in float64, so that a sum's order hardly matters."""
+    device = logits_RV.device
+    temperatures = [_temperature(option) for option in options]
+    divisors_R = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float64, device=device)
+    tops_R = logits_RV.max(-1, keepdim=True).values
+    exponents_RV = (logits_RV.double() - tops_R) / divisors_R.unsqueeze(-1)
+    probs_RV = exponents_RV.clamp_min_(-_MAX_EXPONENT).exp_()
+    probs_RV /= probs_RV.sum(-1, keepdim=True)
+    entropies_R = -torch.special.xlogy(probs_RV, probs_RV).sum(-1)
+    never = torch.zeros(logits_RV.shape[-1], dtype=torch.bool, device=device)
+    never[allowed.num_valid_tokens :] = True
+    never[allowed.mask_token_id] = True
+    tokens_R = argmax(logits_RV.masked_fill(never, float("-inf")))
+    inside_RV = probs_RV.masked_fill(never, 0.0)
+    best_R2 = inside_RV.topk(2).values
+    drawn = [row for row, temperature in enumerate(temperatures) if temperature]
+    if drawn:
+        at = torch.tensor(drawn, device=device)
+        uniforms = torch.tensor([options[row].uniform for row in drawn], dtype=torch.float64, device=device)
+        running = inside_RV[at].cumsum(-1)
+        found = torch.searchsorted(running, uniforms.unsqueeze(-1) * running[:, -1:], right=True).squeeze(-1)
+        tokens_R[at] = found.clamp_max(allowed.num_valid_tokens - 1)
+    confidences_R = probs_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
+    scores_R3 = torch.stack((confidences_R, best_R2[:, 0] - best_R2[:, 1], entropies_R), -1)
+    return tokens_R.cpu().numpy(), scores_R3.cpu().numpy()
 
 
 def _propose_filtered(
