@@ -212,7 +212,10 @@ def _server_answer(
     def explained(error: openai.OpenAIError) -> GenserveError:
         if isinstance(error, openai.APIConnectionError):
             return ConfigError(f"base-url: {base_url} cannot be reached")
-        return GenserveError(getattr(error, "message", str(error)))
+        # `body` is the server's own error object; `message` puts "Error code: 400 - " before it.
+        body = getattr(error, "body", None)
+        said = body.get("message") if isinstance(body, dict) else None
+        return GenserveError(said if isinstance(said, str) else str(error))
 
     try:
         served = {model.id: model for model in client.models.list()}

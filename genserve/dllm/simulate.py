@@ -258,7 +258,7 @@ def simulate(
     breakdowns = []
     for timeline in requests.timelines:
         prefill_s, decode_s, num_blocks, num_passes = metered.figures.get(timeline.request_id, (0, 0, 0, 0))
-        queue_s = timeline.e2e_s - prefill_s - decode_s
+        queue_s = max(timeline.e2e_s - prefill_s - decode_s, 0.0)
         breakdowns.append(
             Breakdown(
                 timeline.request_id,
