@@ -100,10 +100,9 @@ def _tell(line: str) -> None:
     console.print(Text(f"server | {line.rstrip()}", style="dim"), soft_wrap=True)
 
 
-def ask(client: OpenAI, model: str, question: str, pause_s: float) -> tuple[str, Any, float, int]:
-    """One answer, shown as it settles: its text, usage, seconds, and passes."""
+def ask(client: OpenAI, model: str, question: str, pause_s: float) -> tuple[str, Any, int]:
+    """One answer, shown as it settles: its text, usage and passes."""
     console.print(Text(f"\nyou    | {question}"))
-    start_s = time.monotonic()
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
@@ -112,7 +111,7 @@ def ask(client: OpenAI, model: str, question: str, pause_s: float) -> tuple[str,
         # `include_unmasking` is this server's own; other clients simply do not ask for it.
         stream_options={"include_usage": True, "include_unmasking": True},  # type: ignore[typeddict-unknown-key]
     )
-    canvas, text, usage, paused_s = Canvas(MAX_TOKENS), "", None, 0.0
+    canvas, text, usage = Canvas(MAX_TOKENS), "", None
     with _shown(model) as show:
         for chunk in stream:
             usage = chunk.usage or usage
@@ -124,10 +123,9 @@ def ask(client: OpenAI, model: str, question: str, pause_s: float) -> tuple[str,
                 canvas.put(events)
                 show(canvas)
                 time.sleep(pause_s)
-                paused_s += pause_s
         canvas.new = set()
         show(canvas)
-    return text, usage, time.monotonic() - start_s - paused_s, len(canvas.passes)
+    return text, usage, len(canvas.passes)
 
 
 class _shown:
@@ -179,13 +177,13 @@ def main() -> None:
         with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             (model,) = [served.id for served in client.models.list()]
             table = Table(title="Answers, streamed", title_justify="left")
-            for name in ("question", "tokens", "passes", "tokens a pass", "seconds"):
+            for name in ("question", "tokens", "passes", "tokens a pass"):
                 table.add_column(name, justify="left" if name == "question" else "right")
             for question in arguments.questions:
-                _, usage, took_s, num_passes = ask(client, model, question, arguments.pause)
+                _, usage, num_passes = ask(client, model, question, arguments.pause)
                 num_tokens = usage.completion_tokens
                 a_pass = f"{num_tokens / max(num_passes, 1):.1f}"
-                table.add_row(question[:40], str(num_tokens), str(num_passes), a_pass, f"{took_s:.2f}")
+                table.add_row(question[:40], str(num_tokens), str(num_passes), a_pass)
             infill(client, model)
             console.print()
             console.print(table)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def offline(
-    model: opt.Model = "smollm2",
+    model: opt.Model = "tiny-llama",
     workload: Annotated[
         str,
         typer.Option(

@@ -98,9 +98,11 @@ class _Messages:
         self._has_keys = bool(settings.api_keys)
         self._progress = LoadProgress()
         self._start_s = 0.0
+        self._num_workers = 1
 
     def starting(self, model: ModelEntry) -> None:
         self._start_s = time.monotonic()
+        self._num_workers = getattr(model, "num_workers", 1)
         self._progress.start()
         self._progress.begin(model.name or model.model)
 
@@ -111,9 +113,10 @@ class _Messages:
         self._progress.stop()
         took_s = time.monotonic() - self._start_s
         info = model.info
+        each = f" for each of {self._num_workers} workers" if self._num_workers > 1 else ""
         self._console.print(
             f"[bold]{model.name}[/] ({info.family}): {info.max_context_tokens:,} tokens of context, "
-            f"{info.kv_pool_tokens:,} tokens of KV, started in {took_s:.1f} s"
+            f"{info.kv_pool_tokens:,} tokens of KV{each}, started in {took_s:.1f} s"
         )
 
     def ready(self, url: str, models: list[ServedModel]) -> None:

@@ -22,7 +22,7 @@ Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
-    model: opt.Model = "smollm2",
+    model: opt.Model = "tiny-llama",
     chat: Annotated[bool, typer.Option("--chat", help="Ask it through the model's chat template.")] = False,
     max_tokens: opt.MaxTokens = 128,
     temperature: opt.ModelTemperature = None,
@@ -81,7 +81,7 @@ def chat(
         typer.Option(
             "--model",
             "-m",
-            help="In this process: what to load [default: smollm2]. On a server: its name there.",
+            help="In this process: what to load [default: tiny-llama]. On a server: its name there.",
         ),
     ] = None,
     base_url: Annotated[
@@ -111,7 +111,9 @@ def chat(
         _converse(_server_answer(base_url, api_key, model, options, extra), system)
         return
     options["options"] = extra or None
-    with _loaded(model or "smollm2", opt.given(dtype=dtype, kv_pool=kv_pool, num_threads=num_threads)) as llm:
+    with _loaded(
+        model or "tiny-llama", opt.given(dtype=dtype, kv_pool=kv_pool, num_threads=num_threads)
+    ) as llm:
         _fill_in(options, llm.info.family, llm.info.max_context_tokens)
         _converse(lambda messages: (d.text for d in llm.stream_chat(messages, **options)), system)
 
