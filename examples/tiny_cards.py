@@ -28,10 +28,11 @@ It knows only the templates of its corpus, in English:
 | mixing colours | What do you get when you mix red and blue? | Mixing red and blue gives you purple. |
 | animals and things | What sound does a dog make? | The sound that a dog makes is woof. |
 | sorting up to four | Sort these numbers: 20, 3, 47. | From smallest to largest: 3, 20, 47. |
+| spelling, in capitals | Spell the word FARMER for me. | It is spelled F-A-R-M-E-R. |
 | short stories | Tell me a short story about a brave fox named Mia who finds a key in the forest. | Once upon a time ... |
 
-It has seen words being spelled but is bad at it. Anything else gets a wrong answer or a polite excuse. It cannot count, calculate or reason, it invents, and what it
-says about the world is only as good as the word lists of its corpus. It has seen prompts of up to about a hundred
+Spelling is what it is worst at. Anything else gets a wrong answer or a polite excuse. It cannot count,
+calculate or reason, it invents, and what it says about the world is only as good as the word lists of its corpus. It has seen prompts of up to about a hundred
 tokens and answers of up to 96{longer}; beyond that expect nonsense.
 
 ## How it was made

@@ -4,7 +4,7 @@ The causal model learns to look things up in the question many times faster, and
 
     python examples/train_tiny_dllm.py --threads 2 --out ./tiny-training
 
-About an hour on two cores. Interrupt it at will: started again with the same settings it goes on from the last
+Half an hour of CPU. Interrupt it at will: started again with the same settings it goes on from the last
 checkpoint and ends with the same weights. The results are the folders `tiny-llada` and `tiny-llama` in --out,
 each with `scores.json`, measured on the saved weights.
 """
@@ -267,7 +267,7 @@ def main(
     which: Annotated[Which, typer.Option(help="Which of the two models to train.")] = Which.both,
     out: Annotated[Path, typer.Option(help="Folder of checkpoints and results.")] = Path("tiny-training"),
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; 900 (causal) and 1700 if not given.")
+        int | None, typer.Option(min=1, help="Optimizer steps; 900 (causal) and 3600 if not given.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads to compute with.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and masks.")] = 0,
@@ -286,7 +286,7 @@ def main(
     judged = tiny_corpus.held_out(items, seed=1)
     num_rows = 4 if smoke else 32
     twin = Settings(True, steps or 900, num_rows, seed, shape, learning_rate=4e-3)
-    masked = replace(twin, causal=False, num_steps=steps or 1700, learning_rate=3e-3)
+    masked = replace(twin, causal=False, num_steps=steps or 3600, learning_rate=3e-3)
     num_left = stop_after
     for settings, name in ((twin, "ar"), (masked, "dllm")):
         training = Training(settings, encoder, out / f"{name}.pt")
