@@ -268,7 +268,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     options=st.dictionaries(st.sampled_from([*DiffusionOptions.model_fields, "x"]), values, max_size=3),
     family=st.sampled_from(["bidirectional", "block_causal", "canvas"]),

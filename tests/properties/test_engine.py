@@ -132,7 +132,7 @@ def play(limits, posts, failing=(), lost=False, in_order=False):
     return engine, heard
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(engine_limits(), workloads(), st.sets(st.integers(1, 40), max_size=4), st.booleans())
 def test_every_request_ends_exactly_once_and_everything_comes_back(limits, posts, failing, lost):
     _, heard = play(limits, posts, failing, lost)
@@ -160,7 +160,7 @@ def test_every_request_ends_exactly_once_and_everything_comes_back(limits, posts
                 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(engine_limits(), workloads())
 def test_first_tokens_come_in_the_order_of_arrival(limits, posts):
     """Nobody overtakes, so nobody starves; siblings (`after`) wait for their leader and are left out."""

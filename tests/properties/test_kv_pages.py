@@ -145,7 +145,7 @@ class PagesMachine(RuleBasedStateMachine):
         everything.release()
 
 
-PagesMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PagesMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPages = PagesMachine.TestCase
 
 
