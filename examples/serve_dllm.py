@@ -32,6 +32,8 @@ QUESTIONS = (
     "Tell me a short story about a brave fox named Mia who finds a lamp in the forest.",
 )
 MAX_TOKENS = 96
+# Few positions a pass, so that one can watch them settle.
+SLOWLY = {"unmasking": "margin", "steps": MAX_TOKENS // 4}
 OPEN = "▒"
 STOP_TIMEOUT_S = 30
 
@@ -100,14 +102,18 @@ def _tell(line: str) -> None:
     console.print(Text(f"server | {line.rstrip()}", style="dim"), soft_wrap=True)
 
 
-def ask(client: OpenAI, model: str, question: str, pause_s: float) -> tuple[str, Any, int]:
+def ask(
+    client: OpenAI, model: str, question: str, pause_s: float, options: dict[str, Any] | None = None
+) -> tuple[str, Any, int]:
     """One answer, shown as it settles: its text, usage and passes."""
-    console.print(Text(f"\nyou    | {question}"))
+    how = "" if options is None else f"  {options}"
+    console.print(Text.assemble(f"\nyou    | {question}", (how, "dim")))
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": question}],
         max_tokens=MAX_TOKENS,
         stream=True,
+        extra_body=options,
         # `include_unmasking` is this server's own; other clients simply do not ask for it.
         stream_options={"include_usage": True, "include_unmasking": True},  # type: ignore[typeddict-unknown-key]
     )
@@ -155,7 +161,7 @@ class _shown:
 
 def infill(client: OpenAI, model: str) -> None:
     """What a diffusion model can and others cannot: the middle of a text, from both of its sides."""
-    before, after = "The capital of", " is Rome, a city in Europe."
+    before, after = "The capital of France is", ", a city in Europe."
     answer = client.completions.create(model=model, prompt=before, suffix=after, max_tokens=1)
     console.print(Text.assemble("\ninfill | ", before, (answer.choices[0].text, "bold green"), after))
 
@@ -179,8 +185,9 @@ def main() -> None:
             table = Table(title="Answers, streamed", title_justify="left")
             for name in ("question", "tokens", "passes", "tokens a pass"):
                 table.add_column(name, justify="left" if name == "question" else "right")
-            for question in arguments.questions:
-                _, usage, num_passes = ask(client, model, question, arguments.pause)
+            asked = [(question, None) for question in arguments.questions]
+            for question, options in (*asked, (arguments.questions[-1], SLOWLY)):
+                _, usage, num_passes = ask(client, model, question, arguments.pause, options)
                 num_tokens = usage.completion_tokens
                 a_pass = f"{num_tokens / max(num_passes, 1):.1f}"
                 table.add_row(question[:40], str(num_tokens), str(num_passes), a_pass)
