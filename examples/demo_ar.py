@@ -6,9 +6,6 @@ Run by `make demo`. Everything is as a user would do it: a server process and an
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,29 +17,12 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
+from server_process import served
 
 QUESTION = "What is the capital of France? Explain in two sentences why people visit it."
 MAX_TOKENS = 96
-STOP_TIMEOUT_S = 30
 
 console = Console()
-
-
-def start_server() -> tuple[subprocess.Popen[str], str]:
-    """A server on a free port, ready, and its URL. Its progress goes to stderr."""
-    command = [sys.executable, "-m", "genserve", "serve", "--model", "ar:smollm2", "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    for line in server.stdout:
-        if found := re.match(r"Ready at (http://\S+);", line):
-            _tell(f"ready at {found[1]}")
-            return server, found[1]
-        _tell(line)
-    sys.exit(f"the server ended with status {server.wait()} before it was ready")
-
-
-def _tell(line: str) -> None:
-    console.print(Text(f"server | {line.rstrip()}", style="dim"), soft_wrap=True)
 
 
 def chat(url: str) -> None:
@@ -93,21 +73,8 @@ def chat(url: str) -> None:
 
 
 def main() -> None:
-    server, url = start_server()
-    try:
+    with served(console, "--model", "ar:smollm2") as url:
         chat(url)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        # Not `communicate`: it reads past the lines that the wait for "Ready" has already buffered.
-        assert server.stdout is not None
-        rest = server.stdout.read()
-        server.wait(timeout=STOP_TIMEOUT_S)
-    # What it said once it was ready are hints for a port that is closed by now.
-    for line in rest.splitlines():
-        if line.startswith("Stop"):
-            _tell(line)
-    if server.returncode != 0:
-        sys.exit(f"the server ended with status {server.returncode}")
     command = os.path.relpath(Path(sys.executable).with_name("genserve"))
     console.print(Text(f"\nA server of your own: {command} serve"), soft_wrap=True)
 

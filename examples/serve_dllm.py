@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,6 +22,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from server_process import served
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -35,7 +33,6 @@ MAX_TOKENS = 96
 # Few positions a pass, so that one can watch them settle.
 SLOWLY = {"unmasking": "margin", "steps": MAX_TOKENS // 4}
 OPEN = "▒"
-STOP_TIMEOUT_S = 30
 
 console = Console(highlight=False)
 
@@ -83,23 +80,6 @@ def _colour(confidence: float) -> str:
         if confidence >= least:
             return colour
     return "red"
-
-
-def start_server(model: str) -> tuple[subprocess.Popen[str], str]:
-    """A server on a free port, ready, and its URL. Its progress goes to stderr."""
-    command = [sys.executable, "-m", "genserve", "serve", "dllm", "--port", "0", "--model", model]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    for line in server.stdout:
-        if found := re.match(r"Ready at (http://\S+);", line):
-            _tell(f"ready at {found[1]}")
-            return server, found[1]
-        _tell(line)
-    sys.exit(f"the server ended with status {server.wait()} before it was ready")
-
-
-def _tell(line: str) -> None:
-    console.print(Text(f"server | {line.rstrip()}", style="dim"), soft_wrap=True)
 
 
 def ask(
@@ -178,8 +158,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = _arguments()
-    server, url = start_server(arguments.model)
-    try:
+    with served(console, "dllm", "--model", arguments.model) as url:
         with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             (model,) = [served.id for served in client.models.list()]
             table = Table(title="Answers, streamed", title_justify="left")
@@ -194,14 +173,6 @@ def main() -> None:
             infill(client, model)
             console.print()
             console.print(table)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        # Not `communicate`: it reads past the lines that the wait for "Ready" has already buffered.
-        assert server.stdout is not None
-        server.stdout.read()
-        server.wait(timeout=STOP_TIMEOUT_S)
-    if server.returncode != 0:
-        sys.exit(f"the server ended with status {server.returncode}")
 
 
 if __name__ == "__main__":

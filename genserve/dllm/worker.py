@@ -7,6 +7,7 @@ the engine's choice; which of the open positions they predict are committed is d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -57,6 +58,8 @@ class NoiseKey(NamedTuple):
 
 
 # Uniforms in [0, 1) at absolute positions: of the open positions of the block, or of some of them.
+_log = logging.getLogger("genserve.dllm")
+
 Noise = Callable[[NoiseKey, Sequence[int]], Sequence[float]]
 
 
@@ -210,7 +213,10 @@ class DllmWorker:
         return results
 
     def _failed(self, one: Pass, error: Exception) -> Denoised:
-        self._slot(one.slot).error = str(error)
+        """Called while `error` is handled: the client is told what it says, the log where it came from."""
+        slot = self._slot(one.slot)
+        _log.warning("request %s failed alone", slot.request_id, exc_info=error)
+        slot.error = str(error)
         return Denoised(one.slot, (), error=str(error))
 
     # One packed forward pass.
@@ -225,19 +231,21 @@ class DllmWorker:
         for one in passes:
             slot = self._slot(one.slot)
             self._extend_pages(one, slot)
-            canvas = [mask_id if token == OPEN else token for token in slot.canvas.ids]
+            known = slot.canvas.ids
             block_length = slot.params.block_length if slot.params.cache == "block" else None
-            copies = [(one.slot, canvas)]
+            copies = [(one.slot, 0)]
             if slot.params.cfg_scale > 0:
-                prompt_len = slot.canvas.prompt_len
-                copies.append((one.slot + len(self._slots), [mask_id] * prompt_len + canvas[prompt_len:]))
+                copies.append((one.slot + len(self._slots), slot.canvas.prompt_len))
             rows = []
-            for table_row, tokens in copies:
+            for table_row, num_hidden in copies:
                 rows.append(len(ids))
                 for start, end in one.spans:
-                    ids.extend(tokens[start:end])
+                    shown = max(start, min(num_hidden, end))
+                    ids.extend([mask_id] * (shown - start))
+                    # Only the rows that run are looked at: a canvas may be far longer than a block.
+                    ids.extend([mask_id if token == OPEN else token for token in known[shown:end]])
                     spans.append((table_row, start, end - start))
-                    ends.append(visible_ends(np.arange(start, end), len(tokens), block_length))
+                    ends.append(visible_ends(np.arange(start, end), len(known), block_length))
             first_rows.append((rows[0], rows[-1]))
         batch = PagedBatch.pack(spans, self._page_table, np.concatenate(ends))
         device = self._loaded.device
