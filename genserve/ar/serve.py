@@ -65,38 +65,21 @@ def assemble(config: ArConfig, loaded: LoadedModel) -> EngineParts:
     import torch
 
     from genserve.ar.worker import ArWorker
-    from genserve.core.models.attention.backend import AttentionBackend
-    from genserve.core.models.attention.cpu import CpuAttention
-    from genserve.core.models.attention.reference import ReferenceAttention
+    from genserve.core.models.attention.pool import context_limit, make_backend, pool_pages
     from genserve.core.models.grammar import GrammarCompiler, GrammarMatcher
     from genserve.core.models.kernels.fuse import optimize_for_cpu
     from genserve.core.models.kernels.threads import ThreadTeam
 
-    kind = CpuAttention if loaded.device.type == "cpu" else ReferenceAttention
-    per_page = kind.page_bytes(loaded.layer_specs, loaded.dtype)
-    num_pages = config.kv_pool // per_page
-    if num_pages < 1:
-        raise ConfigError(f"kv_pool: {config.kv_pool} bytes hold no page; one takes {per_page} bytes")
-    context = loaded.max_context_tokens
-    if config.max_context_tokens is not None:
-        if config.max_context_tokens > context:
-            raise ConfigError(
-                f"max_context_tokens: {loaded.name} has {context} at most, not {config.max_context_tokens}"
-            )
-        context = config.max_context_tokens
-    # Pages that no set of running sequences could ever fill would be memory for nothing.
-    num_pages = min(num_pages, config.max_running * -(-context // PAGE_TOKENS))
-
+    specs, dtype, device = loaded.layer_specs, loaded.dtype, loaded.device
+    context = context_limit(loaded.name, loaded.max_context_tokens, config.max_context_tokens)
+    num_pages = pool_pages(config.kv_pool, specs, dtype, device, config.max_running, context)
     num_threads = config.num_threads or os.cpu_count() or 1
-    backend: AttentionBackend
-    if loaded.device.type == "cpu":
+    team = ThreadTeam(num_threads)
+    if device.type == "cpu":
         torch.set_num_threads(num_threads)
-        team = ThreadTeam(num_threads)
-        if loaded.dtype is torch.float32:
+        if dtype is torch.float32:
             optimize_for_cpu(loaded.model, team)
-        backend = CpuAttention(loaded.layer_specs, num_pages, loaded.dtype, team)
-    else:
-        backend = ReferenceAttention(loaded.layer_specs, num_pages, loaded.dtype, PAGE_TOKENS, loaded.device)
+    backend = make_backend(specs, num_pages, dtype, device, team)
 
     @cache
     def grammars() -> GrammarCompiler:  # reads the whole vocabulary: only once somebody asks

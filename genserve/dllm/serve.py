@@ -100,20 +100,14 @@ def threads_each(config: DllmConfig) -> int:
 
 def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
     """Limits and defaults of a served model; `ConfigError` for a configuration that it cannot have."""
-    context = loaded.max_context_tokens
-    if config.max_context_tokens is not None:
-        if config.max_context_tokens > context:
-            raise ConfigError(
-                f"max_context_tokens: {loaded.name} has {context} at most, not {config.max_context_tokens}"
-            )
-        context = config.max_context_tokens
-    per_page = _attention(loaded).page_bytes(loaded.model.layer_specs, loaded.dtype)
-    num_pages = config.kv_pool // per_page
-    if num_pages < 1:
-        raise ConfigError(f"kv_pool: {config.kv_pool} bytes hold no page; one takes {per_page} bytes")
-    # Pages that no set of running requests could ever fill would be memory for nothing.
-    copies = 2 if loaded.family == "bidirectional" else 1
-    num_pages = min(num_pages, copies * config.max_running * -(-context // PAGE_TOKENS))
+    from genserve.core.models.attention.pool import context_limit, pool_pages
+
+    context = context_limit(loaded.name, loaded.max_context_tokens, config.max_context_tokens)
+    # Guidance takes a second canvas.
+    num_canvases = (2 if loaded.family == "bidirectional" else 1) * config.max_running
+    num_pages = pool_pages(
+        config.kv_pool, loaded.model.layer_specs, loaded.dtype, loaded.device, num_canvases, context
+    )
     if loaded.canvas is not None:
         canvas = loaded.default_block_length
         for name, num_tokens in (("max_context_tokens", context), ("kv_pool", num_pages * PAGE_TOKENS)):
@@ -169,26 +163,16 @@ def _defaults(config: DllmConfig, loaded: LoadedDiffusionModel) -> DiffusionPara
     )
 
 
-def _attention(loaded: LoadedDiffusionModel) -> Any:
-    from genserve.core.models.attention.cpu import CpuAttention
-    from genserve.core.models.attention.reference import ReferenceAttention
-
-    return CpuAttention if loaded.device.type == "cpu" else ReferenceAttention
-
-
 def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: EngineLimits) -> Worker:
     """A worker with a KV pool of its own over a loaded model, warmed up."""
+    from genserve.core.models.attention.pool import make_backend
     from genserve.core.models.kernels.threads import ThreadTeam
     from genserve.dllm.canvas_worker import CanvasWorker
     from genserve.dllm.worker import DllmWorker
 
+    team = ThreadTeam(threads_each(config))
     specs = loaded.model.layer_specs
-    backend: Any
-    if loaded.device.type == "cpu":
-        team = ThreadTeam(threads_each(config))
-        backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, team)
-    else:
-        backend = _attention(loaded)(specs, limits.num_pages, loaded.dtype, PAGE_TOKENS, loaded.device)
+    backend = make_backend(specs, limits.num_pages, loaded.dtype, loaded.device, team)
     kind = CanvasWorker if loaded.family == "canvas" else DllmWorker
     worker = kind(
         loaded, backend, num_slots=limits.max_running, max_pages=-(-limits.max_context_tokens // PAGE_TOKENS)
