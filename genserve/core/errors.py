@@ -79,3 +79,19 @@ class ExecutorLost(GenserveError):
 
 class ExecutionFailed(GenserveError):
     """The work itself raised; `str(error)` carries the cause."""
+
+
+class TensorError(GenserveError):
+    """A tensor in a store cannot be had."""
+
+
+class StaleTensor(TensorError):
+    """The reference outlived its tensor: the slot was reused, or its owner is gone or was started anew."""
+
+
+class StoreFull(TensorError):
+    """The store's byte budget does not hold the tensor, now or ever; the message says which."""
+
+
+class TransferFailed(TensorError):
+    """A copy from another process or machine broke off; trying again may succeed."""

@@ -39,6 +39,24 @@ class PlannedPass(NamedTuple):
     is_start: bool
 
 
+class PassesState(NamedTuple):
+    """Where the passes of a request stand, for another engine to go on with."""
+
+    num_final: int
+    is_start: bool
+    just_committed: tuple[int, ...]
+    num_since_refresh: int
+
+
+def kv_end(mode: CacheMode, block: Block, length: int) -> int:
+    """After a block's first pass, positions `[0, end)` hold all KV that later passes read and do not write."""
+    if mode == "none":
+        return 0
+    if mode == "prefix":
+        return block.start
+    return block.end if mode in ("block", "canvas") else length
+
+
 class Passes:
     """The passes of one request while it holds KV; `begin` a block, then `next` and `ran` in turn.
 
@@ -88,6 +106,17 @@ class Passes:
         self._steady = None
         if not self._has_kv:
             self.num_final = num_cached_tokens
+
+    def state(self) -> PassesState:
+        """To be resumed elsewhere, where the request has its KV."""
+        return PassesState(self.num_final, self._is_start, self._just_committed, self._num_since_refresh)
+
+    def resume(self, block: Block, state: PassesState) -> None:
+        """Go on where another engine stopped, its KV at hand."""
+        self._block = block
+        self._steady = None
+        self._has_kv = True
+        self.num_final, self._is_start, self._just_committed, self._num_since_refresh = state
 
     @property
     def wants_refresh(self) -> bool:

@@ -247,7 +247,8 @@ class StepCost:
             lengths[lane, admit.slot] = (length, weight)
         num_rows = num_head_rows = 0
         attention_s = 0.0
-        for slot, spans, _, (_, start, end), _ in args.passes:
+        for asked in args.passes:
+            slot, spans, (_, start, end) = asked.slot, asked.spans, asked.block
             length, weight = lengths[lane, slot]
             rows = sum([last - first for first, last in spans])
             num_rows += weight * rows

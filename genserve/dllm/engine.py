@@ -216,7 +216,7 @@ class Engine:
                 self._fold(request, denoised, now)
 
     def _fold(self, request: _Request, denoised: Denoised, now: float) -> None:
-        _, commits, filled, block_done, _ = denoised
+        commits, filled, block_done = denoised.commits, denoised.filled, denoised.block_done
         canvas, planned = request.canvas, request.planned
         assert planned is not None
         for commit in commits:

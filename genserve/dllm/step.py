@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from genserve.core.tensors.ref import TensorRef
 from genserve.core.types import SamplingParams, TokenLogprobs
 from genserve.dllm.request import DiffusionParams
 
-STEP = "step"
+STEP = "step"  # on the device's lane, `StepArgs`
+FETCH = "fetch"  # on the link's lane, `FetchArgs`; nothing comes back
+RELEASE = "release"  # on the link's lane, `ReleaseArgs`; nothing comes back
+
+
+class KvPart(NamedTuple):
+    """KV of layers `[first_layer, end_layer)` for a run of a request's pages, gathered into one tensor."""
+
+    first_layer: int
+    end_layer: int
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What one worker leaves for another that goes on with a request's block.
+
+    state      where the worker stands in the block; its own, given back in `Admit.resume`.
+    num_pages  the first pages of the request, whose KV is in `parts`. 0 if no later pass reads KV.
+    parts      held in the store of the worker that ran the prefill until it is told to release them.
+    """
+
+    state: tuple[Any, ...]
+    num_pages: int = 0
+    parts: tuple[KvPart, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchArgs:
+    """Copy `parts` into `pages`, as many as the parts hold. No step may read the pages meanwhile."""
+
+    request_id: str
+    pages: tuple[int, ...]
+    parts: tuple[KvPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseArgs:
+    """Give up what this worker holds for `request_id`; `parts` are gone afterwards."""
+
+    request_id: str
+    parts: tuple[KvPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +58,8 @@ class Admit:
     """A request takes `slot`, with the canvas as its block begins (`OPEN` where nothing is committed).
 
     The page table of the slot is empty. Seeds and stop ids are in `sampling`, complete: `stop_token_ids`
-    holds the model's own EOS ids too unless they are ignored.
+    holds the model's own EOS ids too unless they are ignored. `resume` is the state of a `Handover`: the
+    request goes on in the middle of its block, or was handed over between two blocks.
     """
 
     slot: int
@@ -26,6 +69,7 @@ class Admit:
     answer_end: int
     sampling: SamplingParams
     params: DiffusionParams
+    resume: tuple[Any, ...] | None = None
 
 
 class Pass(NamedTuple):
@@ -37,6 +81,7 @@ class Pass(NamedTuple):
                unconditional canvas, whose rows run too.
     block      index, start and end of the block whose open positions may be committed.
     is_start   the first pass of that block.
+    hand_over  the request leaves this worker with the pass: say in `Denoised.handover` how it goes on.
     """
 
     slot: int
@@ -44,6 +89,7 @@ class Pass(NamedTuple):
     new_pages: tuple[int, ...]
     block: tuple[int, int, int]
     is_start: bool
+    hand_over: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +120,8 @@ class Denoised(NamedTuple):
     commits    in rising position order; a position that was not open has been edited.
     filled     after the commits the answer behind its first stop token was overwritten with EOS.
     block_done no further pass over this block is wanted.
+    handover   after a pass with `hand_over`, unless the block is done and its KV dies with it. None also if
+               the KV could not be kept for another worker.
     """
 
     slot: int
@@ -81,6 +129,7 @@ class Denoised(NamedTuple):
     filled: bool = False
     block_done: bool = False
     error: str | None = None
+    handover: Handover | None = None
 
 
 @dataclass(frozen=True, slots=True)
