@@ -22,6 +22,8 @@ from genserve.core.tensors.slots import Slot
 from genserve.core.tensors.transports import Transport, devices, way_to
 from genserve.core.tensors.transports.local import Local
 from genserve.core.tensors.transports.shm import SharedMemory
+from genserve.core.tensors.transports.tcp import Tcp
+from genserve.core.tensors.transports.tcp_server import TcpServer
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -67,13 +69,17 @@ class TensorStore:
     others read.
     """
 
-    def __init__(self, local: Local, directories: Directories) -> None:
+    def __init__(
+        self, local: Local, address: StoreAddress, others: dict[str, Transport], server: TcpServer | None
+    ) -> None:
         """Use `open`."""
         self._local = local
         self.epoch = local.pool.epoch
-        self._address = StoreAddress(local.pool.name, directories.machine())
-        self._transports: dict[str, Transport] = {"local": local, "shm": SharedMemory(directories)}
-        self._close = weakref.finalize(self, _close_all, os.getpid(), self._transports)
+        self._address = address
+        self._transports: dict[str, Transport] = {"local": local, **others}
+        self._server = server
+        parts = [part for part in (server, *others.values(), local) if part is not None]
+        self._close = weakref.finalize(self, _close_all, os.getpid(), parts)
         _OPEN.add(self)
 
     @staticmethod
@@ -97,8 +103,18 @@ class TensorStore:
         if listen is not None and not token:
             raise ConfigError("token: a store that listens needs the cluster's token")
         remove_leftovers(directory)
+        directories = Directories.of(directory)
         local = Local(OwnedPool.create(pool_bytes, directory))
-        return TensorStore(local, Directories.of(directory))
+        address = StoreAddress(local.pool.name, directories.machine())
+        server = None
+        if listen is not None:
+            try:
+                server = TcpServer(listen, token, local.read)
+            except ConfigError:
+                local.close()
+                raise
+            address = address._replace(host=listen[0], port=server.port)
+        return TensorStore(local, address, {"shm": SharedMemory(directories), "tcp": Tcp(token)}, server)
 
     @property
     def address(self) -> StoreAddress:
@@ -178,12 +194,14 @@ class TensorStore:
     def _disown(self) -> None:
         self._close.detach()
         self._local.disown()
+        if self._server is not None:
+            self._server.disown()
 
 
-def _close_all(pid: int, transports: dict[str, Transport]) -> None:
+def _close_all(pid: int, parts: Iterable[Transport | TcpServer]) -> None:
     if os.getpid() == pid:
-        for transport in transports.values():
-            transport.close()
+        for part in parts:
+            part.close()
 
 
 _OPEN: weakref.WeakSet[TensorStore] = weakref.WeakSet()
