@@ -9,16 +9,10 @@ import torch
 from genserve.core.errors import StaleTensor, TensorError
 from genserve.core.tensors.allocator import ALIGNMENT
 from genserve.core.tensors.fetch import Fetch, Finished
-from genserve.core.tensors.pool_file import DTYPES, Directories, PeerPool
+from genserve.core.tensors.pool_file import Directories, PeerPool
 from genserve.core.tensors.ref import TensorRef
 from genserve.core.tensors.slots import units_of
 from genserve.core.tensors.transports import Transport
-
-
-def tensor_in(pool: PeerPool, ref: TensorRef) -> torch.Tensor:
-    item = DTYPES[ref.dtype].itemsize
-    first = ref.offset // item
-    return pool.data[ref.dtype][first : first + ref.nbytes // item].view(ref.shape)
 
 
 def fetch_near(transport: Transport, ref: TensorRef, out: torch.Tensor | None) -> Fetch:
@@ -47,7 +41,7 @@ class SharedMemory:
         self._checked(ref)
 
     def view(self, ref: TensorRef) -> torch.Tensor:
-        return tensor_in(self._checked(ref), ref)
+        return self._checked(ref).memory.tensor_at(ref.offset, ref.shape, ref.dtype)
 
     def get(self, ref: TensorRef, out: torch.Tensor | None) -> Fetch:
         return fetch_near(self, ref, out)
