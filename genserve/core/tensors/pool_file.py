@@ -9,6 +9,7 @@ nothing of slots: who writes the table of generations, and when, is `slots`' bus
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -106,11 +107,22 @@ def _remove_if_dead(path: Path) -> bool:
         os.close(fd)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie one after the other in this process's memory, as a pool has them."""
+    return tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def copy_bytes(target: int, source: int, num_bytes: int) -> None:
+    """Between addresses, without the interpreter's lock; up to a third faster than `Tensor.copy_`."""
+    ctypes.memmove(target, source, num_bytes)
+
+
 class PoolBytes:
     """A pool's memory, and the tensors that lie in it."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
+        self.start = data.data_ptr()
         typed = {name: data.view(dtype) for name, dtype in DTYPES.items()}
         # Making a tensor for every call costs microseconds: of these, only a view is made.
         self._typed = {name: (all_, all_.storage_offset(), all_.itemsize) for name, all_ in typed.items()}

@@ -16,7 +16,14 @@ import torch
 
 from genserve.core.errors import ConfigError, TensorError
 from genserve.core.tensors.fetch import Fetch
-from genserve.core.tensors.pool_file import DTYPES, Directories, OwnedPool, remove_leftovers
+from genserve.core.tensors.pool_file import (
+    DTYPES,
+    Directories,
+    OwnedPool,
+    copy_bytes,
+    is_plain,
+    remove_leftovers,
+)
 from genserve.core.tensors.ref import StoreAddress, TensorRef
 from genserve.core.tensors.slots import Slot
 from genserve.core.tensors.transports import Transport, devices, way_to
@@ -45,11 +52,7 @@ class Draft:
 
     def seal(self) -> TensorRef:
         """The tensor is complete and immutable. If all holders were dropped meanwhile, it is stale already."""
-        store, slot = self._store, self._slot
-        generation = store._local.seal(slot)
-        return TensorRef(
-            "shm", store.address, store.epoch, generation, slot.offset, slot.nbytes, self._shape, self._dtype
-        )
+        return self._store._seal(self._slot, self._shape, self._dtype)
 
     def abandon(self) -> None:
         self._store._local.abandon(self._slot)
@@ -122,24 +125,29 @@ class TensorStore:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, holders: Iterable[str]) -> Draft:
         """Room for a tensor, to be written in place. Raises `StoreFull`."""
-        name = _NAMES.get(dtype)
-        if name is None:
-            raise TensorError(f"dtype: no tensors of {dtype}; there are: {', '.join(DTYPES)}")
+        name = _name_of(dtype)
         shape = tuple(shape)
-        nbytes = math.prod(shape) * dtype.itemsize
-        return Draft(self, self._local.allocate(nbytes, holders), shape, name)
+        slot = self._local.allocate(math.prod(shape) * dtype.itemsize, holders)
+        return Draft(self, slot, shape, name)
 
     def put(self, tensor: torch.Tensor, holders: Iterable[str]) -> TensorRef:
-        """Copy `tensor` into the pool. It is immutable from now on, and stays until no holder is left."""
-        if tensor.layout != torch.strided or tensor.is_meta:
+        """Copy `tensor` into the pool. It is immutable from now on, and stays until no holder is left.
+
+        Any strides and any device; with gradients, the values only.
+        """
+        if tensor.layout is not torch.strided or tensor.is_meta:
             raise TensorError("tensor: it has no plain memory (sparse, or on the meta device)")
-        draft = self.allocate(tensor.shape, tensor.dtype, holders)
+        name, shape, local = _name_of(tensor.dtype), tuple(tensor.shape), self._local
+        slot = local.allocate(tensor.nbytes, holders)
         try:
-            draft.tensor.copy_(tensor.detach())
+            if is_plain(tensor):
+                copy_bytes(local.pool.memory.start + slot.offset, tensor.data_ptr(), slot.nbytes)
+            else:
+                local.writable(slot, shape, name).copy_(tensor.detach())
+            return self._seal(slot, shape, name)
         except BaseException:
-            draft.abandon()
+            local.abandon(slot)
             raise
-        return draft.seal()
 
     def view(self, ref: TensorRef) -> torch.Tensor:
         """Zero-copy and read-only, of this process or this machine. Not to be used after the last
@@ -183,6 +191,10 @@ class TensorStore:
         """Remove the pool; references to it are stale everywhere. Views that are in use stay readable."""
         self._close()
 
+    def _seal(self, slot: Slot, shape: tuple[int, ...], dtype: str) -> TensorRef:
+        generation = self._local.seal(slot)
+        return TensorRef("shm", self._address, self.epoch, generation, slot.offset, slot.nbytes, shape, dtype)
+
     def _transport(self, ref: TensorRef) -> Transport:
         self._local.ensure_usable()
         ref.check()
@@ -196,6 +208,13 @@ class TensorStore:
         self._local.disown()
         if self._server is not None:
             self._server.disown()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise TensorError(f"dtype: no tensors of {dtype}; there are: {', '.join(DTYPES)}")
+    return name
 
 
 def _close_all(pid: int, parts: Iterable[Transport | TcpServer]) -> None:

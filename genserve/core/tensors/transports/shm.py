@@ -9,7 +9,7 @@ import torch
 from genserve.core.errors import StaleTensor, TensorError
 from genserve.core.tensors.allocator import ALIGNMENT
 from genserve.core.tensors.fetch import Fetch, Finished
-from genserve.core.tensors.pool_file import Directories, PeerPool
+from genserve.core.tensors.pool_file import Directories, PeerPool, copy_bytes, is_plain
 from genserve.core.tensors.ref import TensorRef
 from genserve.core.tensors.slots import units_of
 from genserve.core.tensors.transports import Transport
@@ -21,8 +21,11 @@ def fetch_near(transport: Transport, ref: TensorRef, out: torch.Tensor | None) -
         tensor = transport.view(ref)
         if out is None:
             return Finished(tensor)
-        with torch.no_grad():
-            out.copy_(tensor)
+        if is_plain(out):
+            copy_bytes(out.data_ptr(), tensor.data_ptr(), ref.nbytes)
+        else:
+            with torch.no_grad():
+                out.copy_(tensor)
         transport.check(ref)
         return Finished(out)
     except TensorError as error:
