@@ -171,14 +171,16 @@ def test_closing_the_reader_ends_its_fetches(far, through, open_store):
     assert time.monotonic() - start_s < 2
 
 
-def test_a_tensor_released_while_it_travels_is_stale(far, through, open_store):
-    store, near = far
+def test_a_tensor_released_while_it_travels_is_stale(through, open_store):
+    """Larger than what the kernel would take in at once."""
+    store = open_store(48 << 20, listen=("127.0.0.1", 0), token=TOKEN)
+    near = store.put(torch.zeros(24 << 20, dtype=torch.uint8), ["reader"])
     released = threading.Event()
 
     def release(_: int, at: int, data: bytes) -> bytes:
         if at > 200_000 and not released.is_set():
             store.release(near, "reader")
-            store.put(torch.ones(NUM_BYTES, dtype=torch.uint8), ["another"])
+            store.put(torch.ones(24 << 20, dtype=torch.uint8), ["another"])
             released.set()
         return data
 

@@ -54,10 +54,11 @@ class SharedMemory:
             self._peers.clear()
 
     def _checked(self, ref: TensorRef) -> PeerPool:
-        pool = self._pool(ref.owner.name)
+        name = ref.owner.name
+        pool = self._peers.get(name) or self._mapped(name)
         if pool.epoch != ref.epoch or not pool.is_alive():
             with self._lock:
-                self._peers.pop(ref.owner.name, None)
+                self._peers.pop(name, None)
             raise StaleTensor("the tensor's owner is gone")
         first, last = units_of(ref.offset, ref.nbytes)
         if (
@@ -70,7 +71,7 @@ class SharedMemory:
             raise StaleTensor("the tensor was released, and its memory may have been reused")
         return pool
 
-    def _pool(self, name: str) -> PeerPool:
+    def _mapped(self, name: str) -> PeerPool:
         with self._lock:
             if (pool := self._peers.get(name)) is not None:
                 return pool
