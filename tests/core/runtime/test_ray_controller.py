@@ -12,7 +12,9 @@ from ray.exceptions import ObjectLostError, RaySystemError
 from genserve.core.control import Done, Message, Run, Send
 from genserve.core.errors import ConfigError, ExecutorLost
 from genserve.core.runtime.executors import ThreadExecutor
+from genserve.core.runtime.health import HealthLimits
 from genserve.core.runtime.local_engine import LocalEngine
+from genserve.core.runtime.ray_actor import WatchedActor
 from genserve.core.runtime.ray_controller import RemoteController, RemoteParts
 from genserve.core.types import EngineInfo, SamplingParams, Submit, TokenOutput
 
@@ -156,8 +158,8 @@ def test_whatever_ends_the_polls_is_a_loss(ray_session, error):
 
     async def main() -> None:
         remote = RemoteController("remote-0", ("front",), build, (), Lost, Back, {})
-        remote._actor = Broken()
-        assert type(error).__name__ in await remote._poll_until_lost(lambda to, body: None)
+        remote._actor = actor = WatchedActor(Broken(), HealthLimits())
+        assert type(error).__name__ in await remote._poll_until_lost(actor, lambda to, body: None)
         assert await remote.stats() == {}
 
     asyncio.run(main())
