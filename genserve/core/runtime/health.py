@@ -15,9 +15,6 @@ from typing import Any
 
 from genserve.core.errors import ExecutorLost
 
-# How long a parked call waits for something to tell before it comes back empty-handed.
-PARK_S = 1.0
-
 # A wait is cut in so many pieces: while this process itself stands still, one of them passes at most.
 _PIECES = 4
 
@@ -27,11 +24,13 @@ class HealthLimits:
     """When an actor counts as lost.
 
     heartbeat_s      how late the answer to a parked call may be.
+    park_s           how long a call waits in the actor for something to tell, before it comes back without.
     step_deadline_s  how long one run of a lane may take; None for no limit.
     start_s          how long building what the actor holds may take.
     """
 
     heartbeat_s: float = 10.0
+    park_s: float = 1.0
     step_deadline_s: float | None = 120.0
     start_s: float = 600.0
 

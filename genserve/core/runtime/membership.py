@@ -158,6 +158,7 @@ class Membership:
         """
         member = self._settled(name)
         self._check_rest(member, "name", "be drained")
+        self._ask(member)
         await self._shielded(self._drain(member))
 
     async def change_role(self, name: str, role: str) -> None:
@@ -166,6 +167,7 @@ class Membership:
         member = self._settled(name)
         if member.role != role:
             self._check_rest(member, "role", f"become {role}")
+            self._ask(member)
             await self._shielded(self._change(member, role))
 
     # -- how -------------------------------------------------------------------------------------------
@@ -214,8 +216,12 @@ class Membership:
         member.role = role if changed is None else changed
         member.answer = None
 
-    async def _asked(self, member: _Member, body: Any) -> str | None:
+    def _ask(self, member: _Member) -> None:
+        # At once, so that nobody else begins with it before the task has its turn.
         member.answer = asyncio.get_running_loop().create_future()
+
+    async def _asked(self, member: _Member, body: Any) -> str | None:
+        assert member.answer is not None
         self._led.tell(body)
         return await member.answer
 

@@ -16,7 +16,6 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from genserve.core.errors import ConfigError
 from genserve.core.runtime.health import (
-    PARK_S,
     HealthLimits,
     Process,
     ends_within,
@@ -91,14 +90,14 @@ class WatchedActor:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def answer(self, reply: Any, parks_s: float = PARK_S) -> Any:
+    async def answer(self, reply: Any) -> Any:
         """What a parked call gives back; `ActorLost` if it fails, or is later than the heartbeat allows.
 
         In that case the actor is killed.
         """
         waiting = asyncio.ensure_future(reply)
         try:
-            limit_s = parks_s + self.limits.heartbeat_s
+            limit_s = self.limits.park_s + self.limits.heartbeat_s
             if not await ends_within(waiting, limit_s):
                 self.kill()
                 raise ActorLost(

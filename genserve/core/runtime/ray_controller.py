@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from genserve.core.errors import ExecutorLost
-from genserve.core.runtime.health import PARK_S, HealthLimits
+from genserve.core.runtime.health import HealthLimits
 from genserve.core.runtime.local_engine import StatsController
 from genserve.core.runtime.loop import Executor, LiveLoop
 from genserve.core.runtime.ray_actor import ActorLost, ActorProcess, WatchedActor, ensure_ray
@@ -97,7 +97,7 @@ class ControllerActor(ActorProcess):
         if not self._outbox and self._ended() is None:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), PARK_S)
+                await asyncio.wait_for(self._wake.wait(), self._limits.park_s)
         outbox, self._outbox = self._outbox, []
         return outbox, self._ended()
 

@@ -23,7 +23,7 @@ from genserve.core.control import Done, Failed, Run
 from genserve.core.errors import ExecutorLost, GenserveError
 from genserve.core.runtime.client import EngineClient
 from genserve.core.runtime.executors import Report, Worker
-from genserve.core.runtime.health import PARK_S, HealthLimits
+from genserve.core.runtime.health import HealthLimits
 from genserve.core.runtime.ray_actor import ActorLost, ActorProcess, WatchedActor, cause, ensure_ray
 from genserve.core.runtime.streams import StreamTable
 from genserve.core.types import EngineInfo, Submit, TokenOutput
@@ -61,7 +61,7 @@ class WorkerActor(ActorProcess):
     @ray.method(concurrency_group="watching")
     def watch(self, limits: HealthLimits) -> ExecutorLost | None:
         """Parks; then what is wrong with the current run, if anything."""
-        self._never.wait(PARK_S)
+        self._never.wait(limits.park_s)
         since_s = self._since_s
         return None if since_s is None else limits.overdue(time.monotonic() - since_s)
 
@@ -239,7 +239,7 @@ class EngineActor(ActorProcess):
         if not self._outputs and not self._failures and self._ended() is None:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), PARK_S)
+                await asyncio.wait_for(self._wake.wait(), self._limits.park_s)
         outputs, self._outputs = self._outputs, []
         failures, self._failures = self._failures, []
         return outputs, failures, self._ended()

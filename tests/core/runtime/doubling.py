@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from genserve.core.control import Done, Message, Run, Send
 from genserve.core.runtime.executors import ThreadExecutor
@@ -165,3 +167,19 @@ class Direct(Remote):
 
 async def build_engine() -> LocalEngine:
     return LocalEngine(INFO, Direct(), {"lane": ThreadExecutor(Doubler())})
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+async def until(condition, timeout_s: float = 20.0) -> float:
+    """How many seconds it took."""
+    begun = time.monotonic()
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+    return time.monotonic() - begun

@@ -20,34 +20,18 @@ from genserve.core.runtime.ray_controller import RemoteController
 from genserve.core.runtime.ray_executor import RayEngine, RayExecutor
 from genserve.core.types import SamplingParams, Submit
 
-from .doubling import INFO, Back, Doubler, Front, Lost, answer, build, build_engine
+from .doubling import INFO, Back, Doubler, Front, Lost, answer, build, build_engine, is_running, until
 
 pytestmark = pytest.mark.ray
-LIMITS = HealthLimits(heartbeat_s=0.5, step_deadline_s=0.5)
+LIMITS = HealthLimits(heartbeat_s=0.5, park_s=0.2, step_deadline_s=0.3)
 ROOT = Path(__file__).parents[3]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-async def until(condition, timeout_s: float = 20.0) -> float:
-    """How many seconds it took."""
-    begun = time.monotonic()
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
-    return time.monotonic() - begun
 
 
 @pytest.mark.parametrize(
     ("how", "within_s", "why"),
     [
         ("killed", 1.0, "died"),
-        ("stopped", 4.0, "no sign of life for 1.5 s"),
+        ("stopped", 4.0, "no sign of life for 0.7 s"),
         ("endless step", 4.0, "a step has not ended after"),
     ],
 )
