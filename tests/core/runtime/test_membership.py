@@ -5,96 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from genserve.core.errors import ConfigError, ExecutorLost, InvalidRequest, UnknownWorker
-from genserve.core.runtime.local_engine import LocalEngine
-from genserve.core.runtime.loop import LiveLoop
-from genserve.core.runtime.membership import Membership, Wording, WorkerInfo
+from genserve.core.runtime.membership import WorkerInfo
 
-from .doubling import (
-    INFO,
-    Back,
-    ChangeRole,
-    Drain,
-    Drained,
-    Front,
-    Joined,
-    Lost,
-    answer,
-    build,
-    is_running,
-    until,
-)
-
-WORDING = Wording(Joined, Drain, ChangeRole, lambda body: (body.name, body.role))
-ROLES = ("full", "half")
-
-
-def missing(roles: Any) -> str | None:
-    return None if "full" in roles else "a full worker is needed"
-
-
-class Nearby:
-    """A remote in this very process, with everything that a real one has."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pid: int | None = 1
-        self.failure: ExecutorLost | None = None
-        self.retired = self.closed = False
-        self.post: Callable[[str, Any], None] = lambda to, body: None
-        self.on_given_up: Callable[[], None] = lambda: None
-
-    async def started(self) -> Nearby:
-        parts = await build()
-        self._parts = parts
-        self._loop = LiveLoop(
-            {self.name: parts.controller}, parts.executors, {"front": lambda body: self.post("front", body)}
-        )
-        return self
-
-    def connect(self, post, on_given_up):
-        self.post, self.on_given_up = post, on_given_up
-
-    def send(self, body):
-        self._loop.post(self.name, body)
-
-    def retire(self):
-        self.retired = True
-
-    async def stats(self):
-        return self._parts.controller.stats()
-
-    async def aclose(self):
-        self.closed = True
-        await self._loop.aclose()
-
-    def give_up(self) -> None:
-        """As if its process had died for good."""
-        self.pid, self.failure = None, ExecutorLost(f"{self.name} is gone")
-        self.post("front", Lost("gone"))
-        self.on_given_up()
-
-
-async def start_nearby(members):
-    if any(name == "engine-3" for name, _ in members):
-        raise ConfigError("no room for a fourth")
-    return [await Nearby(name).started() for name, _ in members]
+from .doubling import Back, Drained, Lost, answer, build, is_running, until
+from .nearby import engine_with, start_nearby
 
 
 def with_engine(body, roles=("full", "half"), start=start_nearby) -> None:
     async def main() -> None:
-        membership = Membership(start, WORDING, ROLES, missing)
-        await membership.start(roles)
-        front = Front([worker.name for worker in membership.workers()])
-        engine = LocalEngine(INFO, front, {}, entry="front", membership=membership)
+        engine, front = await engine_with(roles, start)
         try:
             async with asyncio.timeout(30):
-                await body(engine, membership, front)
+                await body(engine, engine.membership, front)
         finally:
             await engine.aclose()
 
