@@ -185,7 +185,7 @@ def simulate_dllm(
     from genserve.core.metrics.summary import SLO, summarize
     from genserve.core.workload.presets import open_workload
     from genserve.dllm.cost import MODELS, open_cost
-    from genserve.dllm.engine import EngineLimits
+    from genserve.dllm.limits import EngineLimits
     from genserve.dllm.request import DiffusionParams
     from genserve.dllm.routing import Routing
     from genserve.dllm.simulate import Denoising, mean_breakdown, simulate

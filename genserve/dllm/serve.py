@@ -21,7 +21,8 @@ from genserve.core.runtime.client import EngineClient
 from genserve.core.types import EngineInfo
 from genserve.dllm.config import DllmConfig
 from genserve.dllm.dispatcher import Dispatcher
-from genserve.dllm.engine import Engine, EngineLimits
+from genserve.dllm.engine import Engine
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.messages import EngineBack, EngineLost
 from genserve.dllm.options import (
     CACHES,

@@ -23,7 +23,8 @@ from genserve.core.workload.spec import RequestSpec, synthesize_prompt
 from genserve.core.workload.workload import Workload
 from genserve.dllm.canvas import Canvas
 from genserve.dllm.dispatcher import Dispatcher
-from genserve.dllm.engine import Engine, EngineLimits
+from genserve.dllm.engine import Engine
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.request import DiffusionParams
 from genserve.dllm.routing import Routing
 from genserve.dllm.step import Admit, Commit, Denoised, Pass, StepArgs, StepResult

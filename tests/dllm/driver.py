@@ -4,13 +4,26 @@ import random
 from collections import deque
 
 from genserve.core.control import Done, Failed, Message, Run, Send, Timer, WakeAt
+from genserve.core.errors import StaleTensor, TransferFailed
+from genserve.core.tensors.ref import StoreAddress, TensorRef
 from genserve.core.types import Abort, SamplingParams, Submit
+from genserve.dllm.cache import LASTING
 from genserve.dllm.canvas import OPEN, Canvas
 from genserve.dllm.dispatcher import Dispatcher
-from genserve.dllm.engine import Engine, EngineLimits
+from genserve.dllm.engine import Engine
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.messages import EngineBack, EngineLost
 from genserve.dllm.request import DiffusionParams
-from genserve.dllm.step import Commit, Denoised, StepResult
+from genserve.dllm.step import (
+    FETCH,
+    RELEASE,
+    STEP,
+    Commit,
+    Denoised,
+    Handover,
+    KvPart,
+    StepResult,
+)
 
 EOS = 2
 VOCABULARY = 50
@@ -40,6 +53,49 @@ class Slot:
         self.block = None
         self.num_passes = 0
         self.is_new = True
+        if admit.resume is not None:
+            self.block, self.num_passes = admit.resume
+            self.is_new = False
+
+
+class Store:
+    """What workers keep for each other: `kept` maps a number to owner and request.
+
+    `num_failures` fetches to come will fail, and `num_refusals` times nothing will be kept.
+    """
+
+    def __init__(self):
+        self.kept = {}
+        self.num_kept = 0
+        self.num_failures = 0
+        self.num_refusals = 0
+
+    def lose(self, owner):
+        self.kept = {number: item for number, item in self.kept.items() if item[0] is not owner}
+
+    def keep(self, owner, request_id, state, num_pages):
+        if num_pages == 0:
+            return Handover(state)
+        if self.num_refusals:
+            self.num_refusals -= 1
+            return None
+        self.num_kept += 1
+        self.kept[self.num_kept] = (owner, request_id)
+        ref = TensorRef("shm", StoreAddress("store", "here"), 1, self.num_kept, 0, 4, (4,), "uint8")
+        return Handover(state, num_pages, (KvPart(0, 1, ref),))
+
+    def fetch(self, args):
+        assert len(args.pages) == len(set(args.pages)) > 0
+        for part in args.parts:
+            if part.ref.generation not in self.kept:
+                raise StaleTensor("what was kept is gone")
+        if self.num_failures:
+            self.num_failures -= 1
+            raise TransferFailed("made to fail")
+
+    def release(self, args):
+        for part in args.parts:
+            assert self.kept.pop(part.ref.generation)[1] == args.request_id
 
 
 class CheckingWorker:
@@ -48,13 +104,18 @@ class CheckingWorker:
     Checks every step against the contract: slots, pages, spans and blocks.
     """
 
-    def __init__(self, limits, eos_probability=0.05, min_passes=1):
+    def __init__(self, limits, eos_probability=0.05, store=None):
         self.limits = limits
         self.eos_probability = eos_probability
         self.slots = {}
         self.steps = []
+        self.store = store if store is not None else Store()
 
-    def perform(self, args):
+    def perform(self, args, op=STEP):
+        if op == FETCH:
+            return self.store.fetch(args)
+        if op == RELEASE:
+            return self.store.release(args)
         self.steps.append(args)
         for slot in args.freed:
             del self.slots[slot]
@@ -106,7 +167,13 @@ class CheckingWorker:
             canvas.commit(position, token)
             commits.append(Commit(position, token, 0.5))
         filled = params.early_stop and canvas.fill_after_stop(EOS)
-        return Denoised(p.slot, tuple(commits), filled, not canvas.has_open(start, end))
+        done = not canvas.has_open(start, end)
+        handover = None
+        if p.hand_over and (not done or params.cache in LASTING):
+            state = (slot.block, slot.num_passes)
+            num_pages = 0 if params.cache == "none" else len(slot.pages)
+            handover = self.store.keep(self, admit.request_id, state, num_pages)
+        return Denoised(p.slot, tuple(commits), filled, done, handover=handover)
 
 
 class Driver:
