@@ -244,6 +244,7 @@ class Dispatcher:
         if handed.block_index != request.block.index:
             self._block_passes.observe(request.num_block_passes)
             request.enter(request.canvas.block(handed.block_index))
+        engine.keeps(request.key)
         request.engine, request.source, request.source_key = None, engine, request.key
         request.handed = handed
         self.pool.prefilled(request, now)

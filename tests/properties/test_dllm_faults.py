@@ -119,7 +119,7 @@ def undisturbed(limits, body):
     return alone.heard[body.request_id]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data(), engine_limits(), workloads(), st.integers(1, 4))
 def test_every_request_is_answered_once_and_as_undisturbed(data, limits, posts, num_engines):
     roles = {
