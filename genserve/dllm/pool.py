@@ -20,6 +20,7 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 
 from genserve.core.control import Effect, Send
+from genserve.core.errors import ConfigError
 from genserve.dllm.cache import LASTING
 from genserve.dllm.ledger import EngineLedger, Held
 from genserve.dllm.limits import EngineLimits
@@ -28,6 +29,18 @@ from genserve.dllm.routing import EngineView, Routing, choose, least_busy, least
 from genserve.dllm.tracked import TrackedRequest
 
 MEMBERSHIP = "membership"  # whom drained engines and changed roles are told
+
+
+def engine_roles(num_workers: int, num_prefill_workers: int = 0) -> dict[str, Role]:
+    """Names and roles of a deployment's engines: the first ones prefill. `ConfigError` if nobody decodes."""
+    if num_prefill_workers >= num_workers:
+        raise ConfigError(
+            f"num_prefill_workers: {num_prefill_workers} of {num_workers} workers leave none to decode"
+        )
+    return {
+        f"engine-{index}": "prefill" if index < num_prefill_workers else "colocated"
+        for index in range(num_workers)
+    }
 
 
 class Pool:
