@@ -5,6 +5,7 @@ from collections import deque
 
 from genserve.core.control import Done, Failed, Message, Run, Send, Timer, WakeAt
 from genserve.core.errors import StaleTensor, TensorError, TransferFailed
+from genserve.core.kv.parts import KvPart
 from genserve.core.tensors.ref import StoreAddress, TensorRef
 from genserve.core.types import Abort, SamplingParams, Submit
 from genserve.dllm.cache import LASTING
@@ -21,7 +22,6 @@ from genserve.dllm.step import (
     Commit,
     Denoised,
     Handover,
-    KvPart,
     StepResult,
 )
 
