@@ -22,6 +22,7 @@ LAYERS = [
         "dispatch",
         "flow",
         "kv.blocks",
+        "kv.parts",
         "metrics",
         "placement",
         "scheduling",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
 from genserve.core.config import Bytes, Config
 
@@ -13,6 +13,17 @@ Positive = Annotated[int, Field(ge=1)]
 
 class DllmConfig(Config):
     """One diffusion language model, its workers, and what requests get that do not say."""
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        if self.num_prefill_workers >= self.num_workers and self.num_prefill_workers > 0:
+            raise ValueError(
+                f"num_prefill_workers: {self.num_prefill_workers} of {self.num_workers} workers leave none to "
+                "decode"
+            )
+        if self.num_prefill_workers and self.routing != "least_outstanding":
+            raise ValueError(f"routing: prefill workers need least_outstanding, not {self.routing}")
+        return self
 
     model: str
     """A built-in name, or a Hugging Face folder or hub id."""
@@ -37,6 +48,15 @@ class DllmConfig(Config):
     routing: Literal["least_outstanding", "round_robin", "sticky"] = "least_outstanding"
     """Which worker takes a block: the one with the fewest prefill tokens outstanding, each in turn, or
     the one that had the request's block before."""
+    num_prefill_workers: Annotated[int, Field(ge=0)] = 0
+    """Of the workers, those that run prefills only and hand the KV over to the others."""
+    overflow_tokens: Positive | Literal["never"] = 8192
+    """With prefill workers: once each has so many prefill tokens outstanding, the others prefill too, up to
+    as many each. never: they only decode."""
+    prefill_tokens: Positive = 4096
+    """Tokens in a step of a prefill worker, unless one prefill alone has more."""
+    transfer_pool: Bytes | None = None
+    """Bytes that a worker sets aside for KV that others fetch; by default as many as `kv_pool`."""
     max_queued_requests: Positive = 256
     """Requests in flight (running and waiting), at most; beyond it the answer is 429."""
     prefix_cache: bool = True

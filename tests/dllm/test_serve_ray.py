@@ -40,7 +40,7 @@ def test_workers_in_actors(ray_session, tmp_path):
         engine: Any = server.served[0].completer.engine
         stream = iter(server.complete(stream=True, **fields))
         pieces = [next(stream).choices[0].text]
-        ledgers = engine._controller._engines.values()
+        ledgers = engine._controller.pool.engines.values()
         (holder,) = [ledger.name for ledger in ledgers if ledger.held]
         os.kill(engine._remotes[holder].pid, signal.SIGKILL)
         pieces += [chunk.choices[0].text for chunk in stream]
