@@ -1,7 +1,8 @@
 """Composition root of diffusion serving: a dispatcher, its engines, their workers, one model for all of them.
 
 With executor "thread" everything is on this event loop but the workers' steps; they share the weights,
-each has a KV pool of its own. With "ray" each engine lives in an actor with its device and its weights.
+each has a KV pool of its own. With "ray" each engine lives in an actor with its device and its weights
+(`serve_ray`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 from genserve.core.errors import ConfigError, InvalidRequest
 from genserve.core.kv.blocks import PAGE_TOKENS
 from genserve.core.metrics.recorder import Recorder
-from genserve.core.runtime.client import EngineClient
 from genserve.core.types import EngineInfo
 from genserve.dllm.config import DllmConfig
 from genserve.dllm.dispatcher import Dispatcher
 from genserve.dllm.engine import Engine
 from genserve.dllm.limits import EngineLimits
-from genserve.dllm.messages import EngineBack, EngineLost
 from genserve.dllm.options import (
     CACHES,
     UNSUPPORTED,
@@ -38,8 +37,8 @@ from genserve.dllm.request import DiffusionParams, Unmasking
 
 if TYPE_CHECKING:
     from genserve.core.runtime.executors import Worker
+    from genserve.core.runtime.local_engine import LocalEngine
     from genserve.core.runtime.loop import Executor
-    from genserve.core.runtime.ray_controller import RemoteParts
     from genserve.core.server.gateway import ServedModel
     from genserve.core.tensors.store import TensorStore
     from genserve.dllm.models.interface import LoadedDiffusionModel
@@ -121,7 +120,7 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
                     f"{name}: {num_tokens} tokens do not hold a canvas of {canvas} and a prompt"
                 )
     num_staging_pages = 0
-    if config.num_prefill_workers:
+    if config.num_prefill_workers or config.transfer_pool:
         num_staging_pages = pool_pages(
             config.transfer_pool or config.kv_pool,
             loaded.model.layer_specs,
@@ -283,7 +282,7 @@ def figures(dispatcher: Dispatcher, engines: Sequence[Mapping[str, float]]) -> d
     }
 
 
-async def start_local(parts: DllmParts) -> EngineClient:
+async def start_local(parts: DllmParts) -> LocalEngine:
     """Run dispatcher and engines on this event loop, each worker on a thread."""
     from genserve.core.runtime.local_engine import LocalEngine
 
@@ -300,70 +299,9 @@ async def start_local(parts: DllmParts) -> EngineClient:
     )
 
 
-async def build_remote(config: DllmConfig, name: str) -> RemoteParts:
-    """What an actor runs: one engine and its worker, with weights of their own."""
-    from genserve.core.runtime.ray_controller import RemoteParts
-
-    loaded = load(config)
-    described = describe(config, loaded)
-    engine = Engine(name, described.limits, DISPATCHER)
-    store = open_store(loaded, described.limits, 1)
-    worker = make_worker(config, loaded, described.limits, store)
-    return RemoteParts(engine, lanes(engine, worker), described)
-
-
-async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[EngineClient, Described]:
-    """A dispatcher on this event loop, over engines in Ray actors."""
-    from genserve.core.runtime.local_engine import LocalEngine
-    from genserve.core.runtime.ray_controller import RemoteController
-
-    names = list(engine_roles(config.num_workers, config.num_prefill_workers))
-    starting = [
-        asyncio.ensure_future(
-            RemoteController.start(
-                name,
-                build_remote,
-                config,
-                name,
-                reply_to=(DISPATCHER,),
-                lost=partial(EngineLost, name),
-                back=partial(EngineBack, name),
-                options=_gpu_share(config),
-            )
-        )
-        for name in names
-    ]
-    started = await asyncio.gather(*starting, return_exceptions=True)
-    failures = [found for found in started if isinstance(found, BaseException)]
-    remotes = {found.name: found for found in started if not isinstance(found, BaseException)}
-    if failures:
-        await asyncio.gather(*(remote.aclose() for remote in remotes.values()))
-        raise failures[0]
-    described: Described = remotes[names[0]].described
-    dispatcher = make_dispatcher(config, described, recorder)
-    engine = LocalEngine(
-        described.info,
-        dispatcher,
-        {},
-        entry=DISPATCHER,
-        remotes=remotes,
-        figures=partial(figures, dispatcher),
-    )
-    return engine, described
-
-
 def _check_tokenizer(config: DllmConfig, hf_tokenizer: Any) -> None:
     if hf_tokenizer is None:
         raise ConfigError(f"{config.model}: a model without a tokenizer cannot be served as text")
-
-
-def _gpu_share(config: DllmConfig) -> dict[str, float]:
-    """Options of one worker's actor: a GPU of its own, or its share if there are fewer than workers."""
-    import torch
-
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return {}
-    return {"num_gpus": min(1.0, torch.cuda.device_count() / config.num_workers)}
 
 
 async def start_served(config: DllmConfig, on_progress: Progress | None = None) -> ServedModel:
@@ -385,6 +323,8 @@ async def start_served(config: DllmConfig, on_progress: Progress | None = None) 
         hf_tokenizer: Any = await aio.run_in_executor(None, load_diffusion_tokenizer, source)
         _check_tokenizer(config, hf_tokenizer)
         recorder = Recorder()
+        from genserve.dllm.serve_ray import start_remote
+
         engine, described = await start_remote(config, recorder)
     else:
         loaded = await aio.run_in_executor(None, load, config, on_progress)
@@ -395,4 +335,7 @@ async def start_served(config: DllmConfig, on_progress: Progress | None = None) 
     tokenizer = Tokenizer(hf_tokenizer)
     completer = Completer(engine, tokenizer, check=DiffusionCheck(described.facts, tokenizer), clock=aio.time)
     info = described.info
-    return ServedModel(info.model, int(time.time()), completer, tokenizer, info, DiffusionOptions, recorder)
+    created = int(time.time())
+    return ServedModel(
+        info.model, created, completer, tokenizer, info, DiffusionOptions, recorder, engine.membership
+    )

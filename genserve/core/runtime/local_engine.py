@@ -118,7 +118,9 @@ class LocalEngine:
     def remove_remote(self, name: str) -> Remote:
         """Carry nothing more to or from `name`; what is still sent to it is dropped. The caller closes it."""
         self._loop.set_sink(name, lambda body: None)
-        return self._remotes.pop(name)
+        remote = self._remotes.pop(name)
+        self._on_given_up()  # those that are left may be gone for good
+        return remote
 
     def tell(self, body: Any) -> None:
         """Have the membership tell the entry `body`; raises why the engine can serve no more, if so."""
@@ -181,9 +183,9 @@ class LocalEngine:
             self._loop.post(to, body, name)
 
     def _on_given_up(self) -> None:
-        """Some remote will not come back: with the last one that is needed goes the engine."""
+        """Some remote will not come back: with the last one goes the engine."""
         failures = [remote.failure for remote in self._remotes.values()]
-        if all(failures) or (self._membership is not None and not self._membership.can_serve()):
+        if all(failures):
             self._on_fatal(next(filter(None, failures), ExecutorLost("the engine's processes are gone")))
 
     async def aclose(self) -> None:

@@ -36,6 +36,11 @@ class MemberRemote(Remote, Protocol):
     """A `Remote` whose process can be told, and that can be let go."""
 
     @property
+    def described(self) -> Any:
+        """What it told of itself when it was built."""
+        ...
+
+    @property
     def pid(self) -> int | None:
         """None while there is no process."""
         ...
@@ -249,11 +254,7 @@ class Membership:
         if missing is not None:
             raise InvalidRequest(field, f"{leaving.name} cannot {what}: {missing}")
 
-    def can_serve(self) -> bool:
-        """Whether those that are up, or will be again, can serve requests."""
-        return self._missing(self._serving()) is None
-
-    def _serving(self, without: _Member | None = None) -> list[str]:
+    def _serving(self, without: _Member) -> list[str]:
         return [
             member.role
             for member in self._members.values()

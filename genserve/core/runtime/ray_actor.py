@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from genserve.core.runtime.health import (
     HealthLimits,
     Process,
     ends_within,
+    is_alive,
     kill_process,
     this_process,
 )
@@ -48,6 +50,16 @@ def ensure_ray(address: str | None = None, num_cpus: int | None = None) -> None:
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"ray_address: cannot connect to {address or 'Ray'}: {error}") from error
     guard_new(before)
+
+
+def num_nodes() -> int:
+    """Live machines of the cluster."""
+    return sum(bool(node["Alive"]) for node in ray.nodes())
+
+
+def node_ip() -> str:
+    """Where the cluster's other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())
 
 
 class ActorProcess:
@@ -113,11 +125,22 @@ class WatchedActor:
         finally:
             waiting.cancel()
 
+    async def gone(self, timeout_s: float = 1.0) -> None:
+        """Wait a little until a killed process of this machine has ended."""
+        end_s = time.monotonic() + timeout_s
+        while self._process is not None and self._is_near() and is_alive(self._process):
+            if time.monotonic() > end_s:
+                return
+            await asyncio.sleep(0.005)
+
+    def _is_near(self) -> bool:
+        return self._node == str(ray.get_runtime_context().get_node_id())
+
     def kill(self) -> None:
         """End its process at once, also one that is stopped."""
         ray.kill(self.handle)
         # Ray takes five seconds over a stopped process, and kills it then on whatever machine it is.
-        if self._process is not None and self._node == ray.get_runtime_context().get_node_id():
+        if self._process is not None and self._is_near():
             kill_process(self._process)
 
 

@@ -289,7 +289,11 @@ class RemoteController:
                 actor.kill()
             for task in self._tasks:
                 task.cancel()
-            self._released()
+            try:
+                if actor is not None:
+                    await actor.gone()
+            finally:
+                self._released()
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +313,20 @@ async def start_remotes(
     *,
     reply_to: Sequence[str],
     limits: HealthLimits | None = None,
+    swept: Callable[[], None] | None = None,
 ) -> list[RemoteController]:
-    """Start all of `specs` at once, in a placement group of their own, or none: `ConfigError` says why."""
+    """Start all of `specs` at once, in a placement group of their own, or none: `ConfigError` says why.
+
+    `swept` removes what the processes of this machine may have left behind; it runs after each has closed.
+    """
     ensure_ray()
     reservation = await reserve(len(specs), placing)
+
+    def released(index: int) -> None:
+        reservation.release(index)
+        if swept is not None:
+            swept()
+
     starting = [
         asyncio.ensure_future(
             RemoteController.start(
@@ -324,7 +338,7 @@ async def start_remotes(
                 back=spec.back,
                 options=reservation.options(index),
                 limits=limits,
-                released=partial(reservation.release, index),
+                released=partial(released, index),
             )
         )
         for index, spec in enumerate(specs)

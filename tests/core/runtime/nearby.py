@@ -28,6 +28,7 @@ class Nearby:
         self.name = name
         self.pid: int | None = 1
         self.failure: ExecutorLost | None = None
+        self.described = None
         self.retired = self.closed = False
         self.post: Callable[[str, Any], None] = lambda to, body: None
         self.on_given_up: Callable[[], None] = lambda: None
@@ -47,6 +48,7 @@ class Nearby:
         self._loop.post(self.name, body)
 
     def retire(self):
+        self.described = None
         self.retired = True
 
     async def stats(self):

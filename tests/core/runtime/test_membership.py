@@ -145,13 +145,16 @@ def test_one_that_will_not_come_back_can_be_removed_and_replaced():
     with_engine(body)
 
 
-def test_with_the_last_worker_that_is_needed_goes_the_engine_and_whoever_waits():
+def test_with_the_last_worker_goes_the_engine_and_whoever_waits():
     async def body(engine, membership, front):
         asyncio.ensure_future(answer(engine, "r", -60)).add_done_callback(lambda task: task.exception())
         await asyncio.sleep(0.01)
         draining = asyncio.ensure_future(membership.drain_worker("engine-1"))
         await asyncio.sleep(0.01)
         engine._remotes["engine-0"].give_up()
+        await asyncio.sleep(0.01)
+        assert engine.failure is None  # the other one still has a request
+        engine._remotes["engine-1"].give_up()
         with pytest.raises(ExecutorLost, match="engine-0 is gone"):
             await draining
         assert isinstance(engine.failure, ExecutorLost)
