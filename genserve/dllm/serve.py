@@ -228,7 +228,7 @@ def open_store(
     staged_bytes = limits.num_staging_pages * page_bytes(
         loaded.model.layer_specs, loaded.dtype, loaded.device
     )
-    return TensorStore.open(int(1.25 * num_workers * staged_bytes) + (1 << 20), **listen)
+    return TensorStore.open(pool_bytes=int(1.25 * num_workers * staged_bytes) + (1 << 20), **listen)
 
 
 def lanes(engine: Engine, worker: Worker) -> dict[str, Executor]:
