@@ -85,6 +85,10 @@ class EngineClient(Protocol):
         """Stop a sequence. Its iterator ends with finish reason "abort". Unknown ids are ignored."""
         ...
 
+    def run_age_s(self) -> float:
+        """For how long the oldest run at hand has been running, in this process; 0 if there is none."""
+        ...
+
     async def stats(self) -> dict[str, float]:
         """Gauges and counters of the engine (for /metrics and leak checks)."""
         ...
