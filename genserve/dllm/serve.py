@@ -297,6 +297,7 @@ async def start_local(parts: DllmParts) -> EngineClient:
         entry=DISPATCHER,
         others=parts.engines,
         figures=partial(figures, parts.dispatcher),
+        closed=None if parts.store is None else parts.store.close,
     )
 
 
