@@ -227,7 +227,7 @@ def open_store(
     staged_bytes = limits.num_staging_pages * page_bytes(
         loaded.model.layer_specs, loaded.dtype, loaded.device
     )
-    return TensorStore.open(int(1.25 * num_workers * staged_bytes) + (1 << 20), **listen)
+    return TensorStore.open(pool_bytes=int(1.25 * num_workers * staged_bytes) + (1 << 20), **listen)
 
 
 def lanes(engine: Engine, worker: Worker) -> dict[str, Executor]:
@@ -296,6 +296,7 @@ async def start_local(parts: DllmParts) -> LocalEngine:
         entry=DISPATCHER,
         others=parts.engines,
         figures=partial(figures, parts.dispatcher),
+        closed=None if parts.store is None else parts.store.close,
     )
 
 

@@ -49,8 +49,9 @@ class LocalEngine:
 
     `controller`, called `entry` by the others, answers `Submit` and `Abort` with tuples of `TokenOutput`
     to the gateway. `others` are further controllers that it speaks with, by name; `remotes` those of them
-    that run elsewhere; with a `membership` those are its members, which come and go. `figures` puts the engine's figures together from theirs; by default they are added
-    up and stand behind the entry's own.
+    that run elsewhere; with a `membership` those are its members, which come and go. `figures` puts the
+    engine's figures together from theirs; by default they are added up and stand behind the entry's own.
+    `closed` frees what else there is once the executors have ended.
     `prepare` is slow work that a request with a grammar needs before any step may see it. It blocks,
     on a thread of its own, and the controller gets the request afterwards; other requests go on. What
     it raises ends that request with an error.
@@ -69,11 +70,13 @@ class LocalEngine:
         remotes: Mapping[str, Remote] | None = None,
         membership: Membership | None = None,
         figures: Callable[[Sequence[Mapping[str, float]]], dict[str, float]] | None = None,
+        closed: Callable[[], None] | None = None,
     ) -> None:
         self._info = info
         self._controller = controller
         self._entry = entry
         self._figures = figures or self._added_up
+        self._closed = closed
         self._others = dict(others or {})
         self._remotes: dict[str, Remote] = {}
         self._membership = membership
@@ -197,6 +200,8 @@ class LocalEngine:
         await self._loop.aclose()
         await asyncio.gather(*(remote.aclose() for remote in self._remotes.values()))
         self._streams.fail_all(ExecutionFailed("the engine was closed"))
+        if self._closed is not None:
+            self._closed()
 
     def _on_fatal(self, error: BaseException) -> None:
         if not isinstance(error, GenserveError):

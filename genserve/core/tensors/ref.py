@@ -71,5 +71,6 @@ class TensorRef:
             raise TensorError(f"shape: {self.shape} has a negative size")
         if self.nbytes != math.prod(self.shape) * item:
             raise TensorError(f"nbytes: {self.nbytes} is not the size of {self.shape} {self.dtype}")
-        if self.offset < 0 or self.epoch < 0 or self.generation < 0:
-            raise TensorError("offset, epoch and generation must not be negative")
+        for name in ("epoch", "generation", "offset", "nbytes"):
+            if not 0 <= getattr(self, name) < 1 << 63:
+                raise TensorError(f"{name}: {getattr(self, name)} is not within 0 to 2**63 - 1")
