@@ -14,6 +14,11 @@ Positive = Annotated[int, Field(ge=1)]
 class DllmConfig(Config):
     """One diffusion language model, its workers, and what requests get that do not say."""
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether workers are ready to hand KV over, be it after a change of roles."""
+        return bool(self.num_prefill_workers or self.transfer_pool)
+
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
         if self.num_prefill_workers >= self.num_workers and self.num_prefill_workers > 0:

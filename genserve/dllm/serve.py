@@ -132,7 +132,8 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
         )
         if loaded.canvas is not None:
             raise ConfigError(
-                f"num_prefill_workers: {loaded.name} renoises whole canvases, which no other worker can go on with"
+                f"num_prefill_workers, transfer_pool: {loaded.name} renoises whole canvases, which no other "
+                "worker can go on with"
             )
     limits = EngineLimits(
         num_pages=num_pages,

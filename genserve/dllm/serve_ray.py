@@ -76,7 +76,7 @@ async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[LocalEng
     ensure_ray(config.ray_address)
     placing = _placing(config)
     token = secrets.token_hex(32) if num_nodes() > 1 else None
-    hands_over = bool(config.num_prefill_workers or config.transfer_pool)
+    hands_over = config.hands_over
 
     async def start(members: Sequence[tuple[str, str]]) -> Sequence[RemoteController]:
         specs = [

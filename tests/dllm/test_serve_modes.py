@@ -85,5 +85,5 @@ def test_what_cannot_work_is_refused_by_name(tmp_path):
         with pytest.raises(ConfigError, match=message):
             asyncio.run(start_model(folder, {**options, "num_threads": 1}))
     canvas = str(write_tiny_diffusion_gemma(tmp_path / "canvas"))
-    with pytest.raises(ConfigError, match=r"num_prefill_workers: .* renoises whole canvases"):
+    with pytest.raises(ConfigError, match=r"num_prefill_workers, transfer_pool: .* renoises whole canvases"):
         asyncio.run(start_model(canvas, {"num_workers": 2, "num_prefill_workers": 1, "num_threads": 1}))
