@@ -1,10 +1,9 @@
-"""Workers in actors that hand requests over, join, leave, change roles and hang, while answers are streamed."""
+"""Workers in actors that hand requests over, join, leave and change roles while requests run."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,11 +23,11 @@ def all_texts(server: Served) -> list[str]:
     return [choice.text for choice in server.complete(**FIELDS).choices]
 
 
-def test_workers_hand_over_join_change_leave_and_hang(ray_session, tmp_path):
+def test_workers_hand_over_join_leave_and_change(ray_session, tmp_path):
     folder = str(write_tiny("llada", tmp_path / "llada"))
     with Served((folder, {})) as one:
         expected = all_texts(one)
-    options = {"num_workers": 2, "num_prefill_workers": 1, "executor": "ray", "heartbeat_s": 1.0}
+    options = {"num_workers": 2, "num_prefill_workers": 1, "executor": "ray"}
     with Served((folder, options)) as server, ThreadPoolExecutor(1) as threads:
 
         def ask(method: str, name: str = "", **options: Any) -> Any:
@@ -51,22 +50,7 @@ def test_workers_hand_over_join_change_leave_and_hang(ray_session, tmp_path):
         assert running.result(60) == [expected] * 4
         assert roles() == {"engine-0": "colocated", "engine-2": "prefill"}
         assert all_texts(server) == expected and server.settled()
-
-        # One is stopped in the middle of its work, and comes back in the role that it has now.
-        stopped = ask("GET")["data"][1]
-        running = threads.submit(all_texts, server)
-        while not server.stats()["num_outstanding_tokens"]:
-            time.sleep(0.001)
-        os.kill(stopped["pid"], signal.SIGSTOP)
-        assert running.result(60) == expected
-        end = time.monotonic() + 30
-        while any(info["state"] != "running" for info in ask("GET")["data"]):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        assert roles() == {"engine-0": "colocated", "engine-2": "prefill"}
-        before = server.stats()["num_fetched"]
-        assert all_texts(server) == expected and server.settled()
-        assert server.stats()["num_fetched"] > before
+        # It dies as the server stops, before a new one is up.
         left = ask("GET")["data"][1]
         os.kill(left["pid"], signal.SIGKILL)
     assert remove_leftovers() == 0
