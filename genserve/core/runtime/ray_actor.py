@@ -92,9 +92,11 @@ class WatchedActor:
                 actor.described = await _built(actor.handle.start.remote())
         except TimeoutError as error:
             actor.kill()
+            await actor.gone()
             raise ConfigError(f"the worker was not built within {limits.start_s:g} s") from error
         except BaseException:
             actor.kill()
+            await actor.gone()
             raise
         return actor
 
