@@ -151,6 +151,20 @@ def simulate_dllm(
     routing: Annotated[
         str, typer.Option(help="least_outstanding, round_robin or sticky.")
     ] = "least_outstanding",
+    num_prefill_workers: Annotated[
+        int, typer.Option(min=0, help="Of the workers, those that only prefill; the others decode.")
+    ] = 0,
+    overflow_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Outstanding tokens of every prefill worker from which the others prefill too, the paper's "
+            "theta; 0: never.",
+        ),
+    ] = 8192,
+    prefill_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prefill worker's step, at most.")
+    ] = 4096,
     cache: Annotated[str, typer.Option(help="none, prefix, dual, dkv or block.")] = "dual",
     block_length: Annotated[int, typer.Option(min=1, help="Positions denoised together.")] = 32,
     tokens_per_pass: Annotated[
@@ -185,7 +199,7 @@ def simulate_dllm(
     from genserve.core.metrics.summary import SLO, summarize
     from genserve.core.workload.presets import open_workload
     from genserve.dllm.cost import MODELS, open_cost
-    from genserve.dllm.engine import EngineLimits
+    from genserve.dllm.limits import EngineLimits
     from genserve.dllm.request import DiffusionParams
     from genserve.dllm.routing import Routing
     from genserve.dllm.simulate import Denoising, mean_breakdown, simulate
@@ -211,6 +225,7 @@ def simulate_dllm(
         budget_tokens,
         policy,  # type: ignore[arg-type]
         shifted=shape.shifted,
+        prefill_tokens=prefill_tokens,
     )
     params = DiffusionParams(cache=cache, block_length=block_length)  # type: ignore[arg-type]
     denoising = Denoising() if tokens_per_pass is None else Denoising(tokens_per_pass)
@@ -228,7 +243,18 @@ def simulate_dllm(
         offered = requests if rate_per_s is None else requests.at_rate(rate_per_s)
         typer.echo(f"simulating {len(offered.requests)} requests, {label}", err=True)
         start_s = time.perf_counter()
-        result = simulate(offered, limits, cost, num_workers, routing, params, masks, denoising)  # type: ignore[arg-type]
+        result = simulate(
+            offered,
+            limits,
+            cost,
+            num_workers,
+            routing,  # type: ignore[arg-type]
+            params,
+            masks,
+            denoising,
+            num_prefill_workers=num_prefill_workers,
+            overflow_tokens=overflow_tokens or None,
+        )
         took_s = time.perf_counter() - start_s
         rows.append((label, summarize(result.timelines, duration_s=result.duration_s, slo=limits_s)))
         runs[label] = result.timelines
@@ -246,12 +272,13 @@ def simulate_dllm(
         per_step = (stats["num_prefill_tokens"] + stats["num_decode_tokens"]) / max(stats["num_steps"], 1)
         notes.append(
             f"{label}: mean request {mean['queue_s']:.2f} s queued, {mean['prefill_s']:.2f} s in prefills, "
-            f"{mean['decode_s']:.2f} s in decodes; {mean['num_passes']:.0f} passes, "
+            f"{mean['decode_s']:.2f} s in decodes, {mean['transfer_s']:.2f} s in transfers; {mean['num_passes']:.0f} passes, "
             f"{mean['num_blocks']:.1f} blocks; {per_step:,.0f} tokens per step, "
             f"{stats['num_steps']:,.0f} steps, {figures['events_per_s']:,.0f} events/s"
         )
+    split = f", {num_prefill_workers} of them prefill" if num_prefill_workers else ""
     title = (
-        f"{model} on {num_workers} x {hardware} (simulated), workload {requests.name}, "
+        f"{model} on {num_workers} x {hardware}{split} (simulated), workload {requests.name}, "
         f"budget {budget_tokens} {policy}"
     )
     described = {**requests.summary().to_dict(), "fitted": fitted}

@@ -21,7 +21,7 @@ import numpy as np
 from genserve.core.kv.blocks import PAGE_TOKENS
 from genserve.core.workload.presets import open_workload
 from genserve.dllm.cost import open_cost
-from genserve.dllm.engine import EngineLimits
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.simulate import Breakdown, mean_breakdown, simulate
 
 BUDGETS = (512, 1024, 2048, 16384)

@@ -40,6 +40,15 @@ class Dispatch:
         self._log = log
         self.num_events = 0
 
+    def add(self, name: str, controller: Controller) -> None:
+        """A further controller, or another one in the place of a removed one."""
+        self._controllers[name] = controller
+
+    def remove(self, name: str) -> None:
+        """The controller is gone, with what it has not heard yet."""
+        del self._controllers[name]
+        self._inbox.pop(name, None)
+
     def __contains__(self, name: str) -> bool:
         return name in self._controllers
 

@@ -1,6 +1,6 @@
 """How many prefill tokens ride along with the decodes of an iteration, when prefills cannot be cut.
 
-Owns the carry from one iteration to the next. Two policies behind one interface, both pure: `plan`
+Owns the carry from one iteration to the next. Policies behind one interface, all pure: `plan`
 takes the state of the iteration before and returns the next one.
 
 `PaperBudget` is Sangam's Algorithm 1 as published. `SignedBudget`, the default, differs in four points.
@@ -88,6 +88,22 @@ class PaperBudget:
         grants = plan_prefills(budget, decode_tokens, chain((head,), waiting), has_room)
         left = budget - decode_tokens - sum([grant.num_tokens for grant in grants])
         return BudgetPlan(grants, BudgetState(max(left, 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class CapBudget:
+    """Prefill workers (Sangam §4.2): what `cap_tokens` hold, the first prefill in any case. Nothing is carried."""
+
+    cap_tokens: int
+
+    def plan(
+        self,
+        state: BudgetState,
+        decode_tokens: int,
+        needs: Iterable[PrefillNeed],
+        has_room: HasRoom = _always,
+    ) -> BudgetPlan:
+        return BudgetPlan(plan_prefills(self.cap_tokens, 0, needs, has_room), BudgetState())
 
 
 @dataclass(frozen=True, slots=True)

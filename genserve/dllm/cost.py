@@ -21,7 +21,8 @@ from typing import Protocol
 
 from genserve.core.control import Run
 from genserve.core.errors import ConfigError
-from genserve.dllm.step import StepArgs
+from genserve.core.kv.blocks import PAGE_TOKENS
+from genserve.dllm.step import FETCH, STEP, StepArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Peak rates of one device, and what real kernels reach of them."""
+    """Peak rates of one device, and what real kernels reach of them. `link_bytes_per_s`: to another device."""
 
     name: str
     peak_flops: float
@@ -79,13 +80,14 @@ class Hardware:
     compute_efficiency: float = 0.75
     attention_efficiency: float = 0.5
     bandwidth_efficiency: float = 0.8
+    link_bytes_per_s: float = 450e9
     profile_prefix: str | None = None
 
 
 HARDWARE = {
     "h100": Hardware("h100", 989e12, 3.35e12, 80e9, profile_prefix="h100_sxm_"),
     "h200": Hardware("h200", 989e12, 4.8e12, 141e9, profile_prefix="h200_sxm_"),
-    "a100": Hardware("a100", 312e12, 2.04e12, 80e9, profile_prefix="a100_sxm_"),
+    "a100": Hardware("a100", 312e12, 2.04e12, 80e9, link_bytes_per_s=300e9, profile_prefix="a100_sxm_"),
 }
 
 
@@ -95,10 +97,14 @@ class Calibration:
 
     slowdown  of all time that grows with a step's rows; reading the weights is not slowed.
     step_overhead_s  what a step takes besides its kernels.
+    link_efficiency  of the link's rate, when KV moves.
+    transfer_overhead_s  what moving a request's KV takes besides its bytes.
     """
 
     slowdown: float = 1.85
     step_overhead_s: float = 2.5e-3
+    link_efficiency: float = 0.6
+    transfer_overhead_s: float = 5e-3
 
 
 class KernelTimes(Protocol):
@@ -237,8 +243,13 @@ class StepCost:
         self._lengths: dict[tuple[str, int], tuple[int, int]] = {}
         # Reading the weights, which every step does once.
         self._floor_s = self._linear_s(1) + self._head_s(1)
+        self._page_s = model.kv_bytes_per_token * PAGE_TOKENS / hardware.link_bytes_per_s
 
     def price_s(self, run: Run) -> float:
+        if run.op != STEP:
+            num_pages = len(run.args.pages) if run.op == FETCH else 0
+            calibration = self._calibration
+            return calibration.transfer_overhead_s + num_pages * self._page_s / calibration.link_efficiency
         args: StepArgs = run.args
         lengths, lane = self._lengths, run.lane
         for admit in args.admits:

@@ -1,7 +1,7 @@
 """The controller in front of the engines: admits requests, routes their blocks, streams what is settled.
 
-Owns the order of arrival, each request (`dllm.tracked`) and the engines' ledgers (`dllm.ledger`); must not
-know steps, budgets or tensors (Sangam §4.3, colocated). An engine is told to keep a request for all its
+Owns the order of arrival and each request (`dllm.tracked`); which engine takes it is `dllm.pool`. Must not
+know steps, budgets or tensors (Sangam §4.3). An engine is told to keep a request for all its
 blocks if there is no choice (one engine, `sticky`) or its KV outlives a block; else every block is
 routed anew. Whatever was told is rebuilt from token ids when an engine is lost: a request goes back to
 the start of its block (`dkv`: of its answer, whose KV its later blocks build upon), and since noise is
@@ -11,7 +11,6 @@ a function of the position alone, what was streamed already comes out again and 
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 
 from genserve.core.control import Effect, Event, Message, Send, Timer, WakeAt
@@ -25,12 +24,22 @@ from genserve.core.types import (
     TokenOutput,
     Unmasked,
 )
-from genserve.dllm.cache import LASTING
-from genserve.dllm.engine import EngineLimits
-from genserve.dllm.ledger import EngineLedger, Held
-from genserve.dllm.messages import Assign, Cancel, EngineBack, EngineLost, Progress, Report
+from genserve.dllm.ledger import EngineLedger
+from genserve.dllm.limits import EngineLimits
+from genserve.dllm.messages import (
+    ChangeRole,
+    Drain,
+    EngineBack,
+    EngineJoined,
+    EngineLost,
+    Handed,
+    Progress,
+    Report,
+    Role,
+)
+from genserve.dllm.pool import Pool
 from genserve.dllm.request import DiffusionParams
-from genserve.dllm.routing import Routing, choose
+from genserve.dllm.routing import Routing
 from genserve.dllm.step import Commit
 from genserve.dllm.tracked import TrackedRequest, answer_end, max_tokens
 
@@ -41,33 +50,37 @@ MAX_RESTARTS = 3
 class Dispatcher:
     """The `Controller` of a deployment of equal `engines`. Outputs go to `reply_to`, one `Send` a decision.
 
+    engines    names, or names with roles; without roles all are colocated.
+    overload_tokens  Sangam's theta: prefill workers with as many tokens outstanding get no more, and the
+                     colocated ones prefill too, up to as many each. None: they never do.
     `recorder` gets queue times, times to the first commit and passes per block.
     """
 
     def __init__(
         self,
-        engines: Sequence[str],
+        engines: Sequence[str] | Mapping[str, Role],
         limits: EngineLimits,
         routing: Routing = "least_outstanding",
         reply_to: str = "gateway",
         recorder: Recorder | None = None,
+        overload_tokens: int | None = None,
     ) -> None:
-        if not engines:
-            raise ValueError("a dispatcher needs at least one engine")
+        roles: Mapping[str, Role] = (
+            engines if isinstance(engines, Mapping) else dict.fromkeys(engines, "colocated")
+        )
         self.limits = limits
-        self._routing = routing
+        self.pool = Pool(roles, limits, routing, overload_tokens)
         self._reply_to = reply_to
-        self._engines = {name: EngineLedger(name) for name in engines}
-        self._in_turn = list(self._engines.values())
-        self._last = -1
         self._requests: dict[str, TrackedRequest] = {}
-        self._queue: list[TrackedRequest] = []
         self._num_arrived = 0
         self._outbox: list[TokenOutput] = []
         self._effects: list[Effect] = []
         recorder = recorder if recorder is not None else Recorder(enabled=False)
         self._queue_s = recorder.histogram("queue_s", "Time from arrival until the first pass began")
         self._wait_s = recorder.histogram("prefill_wait_s", "Time that a block's prefill waited")
+        self._handover_s = recorder.histogram(
+            "handover_s", "Time from a prefill's end until its KV was fetched"
+        )
         self._first_commit_s = recorder.histogram("first_commit_s", "Time from arrival to the first commit")
         self._block_passes = recorder.histogram("block_passes", "Passes per block", TOKEN_BUCKETS)
         self.num_restarts = 0
@@ -86,12 +99,18 @@ class Dispatcher:
             elif isinstance(body, EngineLost):
                 self._on_lost(body, now)
             elif isinstance(body, EngineBack):
-                self._engines[body.engine].alive = True
+                self.pool.back(body.engine)
+            elif isinstance(body, EngineJoined):
+                self.pool.join(body.engine, body.role)
+            elif isinstance(body, Drain):
+                self.pool.drain(body.engine)
+            elif isinstance(body, ChangeRole):
+                self.pool.change_role(body)
             else:
                 raise TypeError(f"dispatcher got a message it does not know: {type(body).__name__}")
         elif isinstance(event, Timer):
             request = self._requests.get(event.tag.rpartition("#")[0])
-            if request is not None and request.key == event.tag:
+            if request is not None and request.tag == event.tag:
                 self._abandon(request.request_id, "error", DEADLINE_EXCEEDED)
         else:
             raise TypeError(f"dispatcher got an event it does not know: {type(event).__name__}")
@@ -106,13 +125,13 @@ class Dispatcher:
         request = TrackedRequest(submit, self._num_arrived, params, self.limits, now)
         self._requests[request.request_id] = request
         if submit.deadline_s is not None:
-            self._effects.append(WakeAt(submit.deadline_s, request.key))
+            self._effects.append(WakeAt(submit.deadline_s, request.tag))
         block = request.next_block()
         if block is None or request.canvas.is_settled:
             self._tell(request, ended=True)
         else:
             request.enter(block)
-            self._enqueue(request, now)
+            self.pool.enqueue(request, now)
 
     def _refusal(self, submit: Submit, params: DiffusionParams) -> str | None:
         limits = self.limits
@@ -144,10 +163,15 @@ class Dispatcher:
             pool = limits.num_pages * limits.page_tokens
             each = " twice" if params.cfg_scale > 0 else ""
             return f"{length} tokens{each} exceed the KV pool of {pool} tokens"
+        if self.pool.hands_over and limits.staged_pages_for(length, params) > limits.staging_pages:
+            pool = limits.staging_pages * limits.page_tokens
+            return f"{length} tokens exceed the transfer pool of {pool} tokens"
         return None
 
     def _on_report(self, report: Report, now: float) -> None:
-        engine = self._engines[report.engine]
+        engine = self.pool.engines.get(report.engine)
+        if engine is None:  # it was drained and is gone
+            return
         for progress in report.progress:
             held = engine.held.get(progress.request_id)
             if held is None:
@@ -157,13 +181,19 @@ class Dispatcher:
             elif progress.prefilled:
                 engine.started(progress.request_id)
             if held.request is not None:
-                self._on_progress(held.request, progress, now)
+                self._on_progress(held.request, engine, progress, now)
 
-    def _on_progress(self, request: TrackedRequest, progress: Progress, now: float) -> None:
+    def _on_progress(
+        self, request: TrackedRequest, engine: EngineLedger, progress: Progress, now: float
+    ) -> None:
         ended = progress.ended
         if ended in ("error", "cancelled"):
             request.engine = None
             self._finish(request, "error", progress.error or "the engine dropped the request")
+            return
+        if progress.arrived:
+            self._handover_s.observe(now - request.queued_s)
+            self.pool.forget_source(request)
             return
         canvas = request.canvas
         if progress.block_index != request.block.index:
@@ -189,6 +219,13 @@ class Dispatcher:
                 request.logprobs[commit.position] = commit.logprobs
         if progress.filled:
             canvas.fill_after_stop(self.limits.fill_token_id)
+        if ended == "transfer":
+            request.engine = None
+            self.pool.forget_source(request)
+            self._begin_again(request, progress.error or "", now)
+            return
+        if progress.handed is not None:
+            self._on_handed(request, engine, progress.handed, now)
         if ended is None:
             self._tell(request, progress.commits, step)
             return
@@ -200,26 +237,35 @@ class Dispatcher:
         else:
             request.enter(following)
             self._tell(request, progress.commits, step)
-            self._enqueue(request, now)
+            self.pool.enqueue(request, now)
 
-    def _enqueue(self, request: TrackedRequest, now: float) -> None:
-        request.queued_s = now
-        insort(self._queue, request)
+    def _on_handed(self, request: TrackedRequest, engine: EngineLedger, handed: Handed, now: float) -> None:
+        """The block's prefill is done; `engine` keeps the KV for another one, or for itself."""
+        if handed.block_index != request.block.index:
+            self._block_passes.observe(request.num_block_passes)
+            request.enter(request.canvas.block(handed.block_index))
+        engine.keeps(request.key)
+        request.engine, request.source, request.source_key = None, engine, request.key
+        request.handed = handed
+        self.pool.prefilled(request, now)
 
     def _on_lost(self, lost: EngineLost, now: float) -> None:
-        engine = self._engines[lost.engine]
-        orphans = [held.request for held in engine.held.values() if held.request is not None]
-        engine.forget_all()
-        for request in orphans:
-            if request.num_restarts == MAX_RESTARTS:
-                request.engine = None
-                error = f"{MAX_RESTARTS + 1} engines were lost with this request, the last: {lost.error}"
-                self._finish(request, "error", error)
-                continue
-            self.num_restarts += 1
-            request.num_restarts += 1
+        for request in self.pool.lost(lost.engine):
+            self._begin_again(request, lost.error, now)
+
+    def _begin_again(self, request: TrackedRequest, error: str, now: float) -> None:
+        """From KV that another engine still keeps, else from the last place that token ids suffice for."""
+        if request.num_restarts == MAX_RESTARTS:
+            tries = f"{MAX_RESTARTS + 1} engines were lost with this request or could not hand it over"
+            self._finish(request, "error", f"{tries}, the last: {error}")
+            return
+        self.num_restarts += 1
+        request.num_restarts += 1
+        if request.source is not None:
+            self.pool.prefilled(request, now)
+        else:
             request.restart()
-            self._enqueue(request, now)
+            self.pool.enqueue(request, now)
 
     # -- outputs and endings ---------------------------------------------------------------------
 
@@ -292,56 +338,18 @@ class Dispatcher:
     def _forget(self, request: TrackedRequest) -> None:
         del self._requests[request.request_id]
         if request.has_deadline:
-            self._effects.append(WakeAt(math.inf, request.key))
-        if request.engine is not None:
-            # Its pages stay in the ledger until the engine says that they are free.
-            request.engine.held[request.key].request = None
-            self._effects.append(Send(request.engine.name, Cancel(request.key)))
-        elif request in self._queue:
-            self._queue.remove(request)
+            self._effects.append(WakeAt(math.inf, request.tag))
+        self.pool.leave(request)
 
     # -- plans ---------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Iterable[Effect]:
-        num_placed = 0
-        for request in self._queue:
-            if not self._place(request, now):
-                break
-            num_placed += 1
-        del self._queue[:num_placed]
-        effects, self._effects = self._effects, []
+        effects: list[Effect] = [*self._effects, *self.pool.take_effects(now)]
+        self._effects.clear()
         if self._outbox:
             effects.append(Send(self._reply_to, tuple(self._outbox)))
             self._outbox.clear()
         return effects
-
-    def _place(self, request: TrackedRequest, now: float) -> bool:
-        """Assign the request to an engine; False if it must wait, and whoever comes after it."""
-        limits, canvas, params = self.limits, request.canvas, request.params
-        num_pages = limits.pages_for(len(canvas), params)
-        views = [engine.view(request.order, num_pages, limits) for engine in self._in_turn]
-        chosen = choose(self._routing, views, self._last)
-        if chosen is None:
-            return False
-        self._last = chosen
-        engine = request.engine = self._in_turn[chosen]
-        weight = 2 if params.cfg_scale > 0 else 1
-        engine.take(request.key, Held(request, num_pages, weight * len(canvas)))
-        request.waited_s += now - request.queued_s
-        keep = len(self._in_turn) == 1 or self._routing == "sticky" or params.cache in LASTING
-        assign = Assign(
-            request.key,
-            request.order,
-            tuple(canvas.ids),
-            canvas.prompt_len,
-            canvas.answer_end,
-            request.block.index,
-            keep,
-            request.sampling,
-            params,
-        )
-        self._effects.append(Send(engine.name, assign))
-        return True
 
     # -- for gauges and leak checks --------------------------------------------------------------
 
@@ -352,10 +360,7 @@ class Dispatcher:
             for name, value in figures.items():
                 total[name] = total.get(name, 0) + value
         total["num_sequences"] = len(self._requests)
-        total["num_waiting"] = total.get("num_waiting", 0) + len(self._queue)
-        total["num_engines"] = sum([engine.alive for engine in self._in_turn])
+        pool = self.pool.stats()
+        total["num_waiting"] = total.get("num_waiting", 0) + pool["num_queued"] + pool["num_prefilled"]
         total["num_restarts"] = self.num_restarts
-        total["num_held"] = sum([len(engine.held) for engine in self._in_turn])
-        total["num_held_pages"] = sum([engine.num_pages for engine in self._in_turn])
-        total["num_outstanding_tokens"] = sum([engine.outstanding_tokens for engine in self._in_turn])
-        return total
+        return {**total, **pool}

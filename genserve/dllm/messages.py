@@ -24,10 +24,11 @@ Role = Literal["colocated", "prefill"]
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A request between two engines: what its workers and its passes need to go on."""
+    """A request between two engines: what its workers and its passes need to go on with a block."""
 
     handover: Handover
     passes: PassesState
+    block_index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Progress:
     filled     the answer behind its first stop token was overwritten with EOS.
     num_cached_tokens  prompt tokens whose KV was found in the prefix cache (said with the first prefill).
     waited_s   how long a prefill waited at the engine before it ran.
-    handed     the prefill is done; its KV waits here for another engine. `block_index` is the block to go on with.
+    handed     the prefill is done; its KV waits here for another engine.
     arrived    the KV has been fetched; the engine that ran the prefill may forget it.
     ended      the engine holds nothing of the request any more: its block or answer is complete, or it
                was cancelled, or `error` says what went wrong.

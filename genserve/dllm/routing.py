@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -11,9 +12,9 @@ Routing = Literal["least_outstanding", "round_robin", "sticky"]
 class EngineView(NamedTuple):
     """One engine as the dispatcher knows it.
 
-    has_room     memory and a slot are free for the request at hand.
+    has_room     memory (and where it would run, a slot) is free for the request at hand.
     may_wait     without room, it may still wait there.
-    outstanding_tokens  prefill tokens assigned and not yet run.
+    outstanding_tokens  prefill tokens assigned and not yet run (Sangam's o_w).
     """
 
     has_room: bool
@@ -43,4 +44,31 @@ def choose(routing: Routing, engines: Sequence[EngineView], last: int) -> int | 
             engines[index].num_requests,
             (index - last - 1) % turn,
         ),
+    )
+
+
+def least_loaded(engines: Sequence[EngineView], last: int, overload_tokens: float = math.inf) -> int | None:
+    """Of the engines with room and less than `overload_tokens` outstanding, the one with the least.
+
+    Sangam's LeastLoaded (Algorithm 2), for prefill workers and for overflow onto colocated ones.
+    """
+    open_to = [
+        view._replace(has_room=view.has_room and view.outstanding_tokens < overload_tokens, may_wait=False)
+        for view in engines
+    ]
+    return choose("least_outstanding", open_to, last)
+
+
+def least_busy(engines: Sequence[EngineView], last: int) -> int | None:
+    """Of the engines with room, the one with the fewest requests: where a prefilled request decodes."""
+    fit = [index for index, view in enumerate(engines) if view.has_room]
+    turn = len(engines)
+    return min(
+        fit,
+        key=lambda index: (
+            engines[index].num_requests,
+            engines[index].outstanding_tokens,
+            (index - last - 1) % turn,
+        ),
+        default=None,
     )

@@ -15,18 +15,32 @@ from genserve.core.control import Controller, Run
 from genserve.core.cost import CostModel
 from genserve.core.dispatch import LogEntry
 from genserve.core.errors import ConfigError
+from genserve.core.kv.blocks import PAGE_TOKENS
 from genserve.core.metrics.recorder import Recorder
 from genserve.core.metrics.timelines import RequestLog, Timeline
 from genserve.core.sim.simulator import Simulator
 from genserve.core.types import SamplingParams, Submit, TokenOutput
 from genserve.core.workload.spec import RequestSpec, synthesize_prompt
 from genserve.core.workload.workload import Workload
+from genserve.dllm.cache import LASTING, kv_end
 from genserve.dllm.canvas import Canvas
 from genserve.dllm.dispatcher import Dispatcher
-from genserve.dllm.engine import Engine, EngineLimits
+from genserve.dllm.engine import Engine
+from genserve.dllm.limits import EngineLimits
+from genserve.dllm.pool import engine_roles
 from genserve.dllm.request import DiffusionParams
 from genserve.dllm.routing import Routing
-from genserve.dllm.step import Admit, Commit, Denoised, Pass, StepArgs, StepResult
+from genserve.dllm.step import (
+    FETCH,
+    STEP,
+    Admit,
+    Commit,
+    Denoised,
+    Handover,
+    Pass,
+    StepArgs,
+    StepResult,
+)
 
 _PROMPT_VOCABULARY = 30_000
 _TOKEN = _PROMPT_VOCABULARY
@@ -51,7 +65,7 @@ class Denoising:
 class _Slot:
     """A canvas; `left` are the block's open positions in the order of their commits, last first."""
 
-    __slots__ = ("block", "canvas", "counts", "eos", "left", "mean_more", "seed")
+    __slots__ = ("block", "canvas", "counts", "eos", "left", "mean_more", "params", "seed")
 
     def __init__(self, admit: Admit, mean_more: float, eos: int | None) -> None:
         self.canvas = Canvas(
@@ -63,12 +77,16 @@ class _Slot:
             stop_ids=admit.sampling.stop_token_ids,
             stop_in_prompt=admit.params.stop_in_prompt,
         )
+        self.params = admit.params
         self.seed = admit.sampling.seed or 0
         self.mean_more = mean_more
         self.eos = eos
         self.block = -1
         self.left: list[int] = []
         self.counts: list[int] = []
+        if admit.resume is not None:
+            self.block, left, counts = admit.resume
+            self.left, self.counts = list(left), list(counts)
 
     def begin(self, index: int, start: int, end: int, shape: float) -> None:
         """Draw what the passes of a block commit."""
@@ -98,7 +116,9 @@ class Denoiser:
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._mean_more: dict[int, float] = {}
 
-    def outcome(self, run: Run) -> StepResult:
+    def outcome(self, run: Run) -> StepResult | None:
+        if run.op != STEP:
+            return None
         args: StepArgs = run.args
         for slot in args.freed:
             self._slots.pop((run.lane, slot), None)
@@ -138,18 +158,24 @@ class Denoiser:
             canvas.commit(position, EOS if position == eos else _TOKEN)
         if filled:
             canvas.fill_after_stop(EOS)
-        return Denoised(asked.slot, commits, filled, not left)
+        handover = None
+        mode = slot.params.cache
+        if asked.hand_over and (left or mode in LASTING):
+            num_tokens = kv_end(mode, canvas.block(index), len(canvas))
+            handover = Handover((index, tuple(left), tuple(slot.counts)), -(-num_tokens // PAGE_TOKENS))
+        return Denoised(asked.slot, commits, filled, not left, handover=handover)
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where a request's time went. `queue_s` is what is neither: waits for a prefill, above all."""
+    """Where a request's time went. `queue_s` is what is none of the others: waits for a prefill, above all."""
 
     request_id: str
     e2e_s: float
     queue_s: float
     prefill_s: float
     decode_s: float
+    transfer_s: float
     num_blocks: int
     num_passes: int
     num_output_tokens: int
@@ -165,15 +191,19 @@ class _Metered:
 
     def price_s(self, run: Run) -> float:
         price_s = self._cost.price_s(run)
+        if run.op == FETCH:
+            self.figures[run.args.request_id.rpartition("#")[0]][4] += price_s
+        if run.op != STEP:
+            return price_s
         args: StepArgs = run.args
-        new = {admit.slot for admit in args.admits}
+        new = {admit.slot for admit in args.admits if admit.resume is None}
         for admit in args.admits:
             self._request_of[run.lane, admit.slot] = admit.request_id.rpartition("#")[0]
         for asked in args.passes:
             request_id = self._request_of[run.lane, asked.slot]
             figures = self.figures.get(request_id)
             if figures is None:
-                figures = self.figures[request_id] = [0.0, 0.0, 0, 0]
+                figures = self.figures[request_id] = [0.0, 0.0, 0, 0, 0.0]
             figures[0 if asked.slot in new else 1] += price_s
             figures[2] += asked.is_start
             figures[3] += 1
@@ -212,8 +242,13 @@ def simulate(
     num_masks: int = 1024,
     denoising: Denoising | None = None,
     log: list[LogEntry] | None = None,
+    num_prefill_workers: int = 0,
+    overflow_tokens: int | None = None,
 ) -> SimulationResult:
     """Run `workload` on `num_workers` engines; outputs longer than `num_masks` are cut there.
+
+    `num_prefill_workers` of them only prefill; the others take prefills too once each of these has
+    `overflow_tokens` outstanding (None: never).
 
     Raises `ConfigError` for requests that can never fit.
     """
@@ -239,9 +274,9 @@ def simulate(
                 ok = output.finish_reason in ("stop", "length")
                 requests.finished(output.request_id, now, output.finish_reason, ok=ok)
 
-    names = [f"engine-{index}" for index in range(num_workers)]
-    dispatcher = Dispatcher(names, limits, routing, recorder=recorder)
-    engines = {name: Engine(name, limits) for name in names}
+    roles = engine_roles(num_workers, num_prefill_workers)
+    dispatcher = Dispatcher(roles, limits, routing, recorder=recorder, overload_tokens=overflow_tokens)
+    engines = {name: Engine(name, limits) for name in roles}
     controllers: dict[str, Controller] = {"dispatcher": dispatcher, **engines}
     num_outputs = {
         f"r{index}": max(1, spec.num_output_tokens) for index, spec in enumerate(workload.requests)
@@ -257,8 +292,10 @@ def simulate(
     duration_s = simulator.run()
     breakdowns = []
     for timeline in requests.timelines:
-        prefill_s, decode_s, num_blocks, num_passes = metered.figures.get(timeline.request_id, (0, 0, 0, 0))
-        queue_s = max(timeline.e2e_s - prefill_s - decode_s, 0.0)
+        prefill_s, decode_s, num_blocks, num_passes, transfer_s = metered.figures.get(
+            timeline.request_id, (0, 0, 0, 0, 0)
+        )
+        queue_s = max(timeline.e2e_s - prefill_s - decode_s - transfer_s, 0.0)
         breakdowns.append(
             Breakdown(
                 timeline.request_id,
@@ -266,6 +303,7 @@ def simulate(
                 queue_s,
                 prefill_s,
                 decode_s,
+                transfer_s,
                 int(num_blocks),
                 int(num_passes),
                 timeline.num_output_tokens,
@@ -279,6 +317,15 @@ def simulate(
 
 def mean_breakdown(breakdowns: Sequence[Breakdown]) -> dict[str, float]:
     """The mean of every figure; empty for no request."""
-    names = ("e2e_s", "queue_s", "prefill_s", "decode_s", "num_blocks", "num_passes", "num_output_tokens")
+    names = (
+        "e2e_s",
+        "queue_s",
+        "prefill_s",
+        "decode_s",
+        "transfer_s",
+        "num_blocks",
+        "num_passes",
+        "num_output_tokens",
+    )
     num = len(breakdowns)
     return {name: sum([getattr(each, name) for each in breakdowns]) / num for name in names} if num else {}

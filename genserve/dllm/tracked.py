@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from genserve.core.types import Submit, TokenLogprobs
 from genserve.dllm.canvas import OPEN, Block, Canvas
-from genserve.dllm.engine import EngineLimits
+from genserve.dllm.limits import EngineLimits
+from genserve.dllm.messages import Handed
 from genserve.dllm.request import DiffusionParams
 
 if TYPE_CHECKING:
@@ -19,18 +20,25 @@ if TYPE_CHECKING:
 
 
 class TrackedRequest:
-    """One request. `limit` is where its output ends at the latest; told_* is what the client has."""
+    """One request. `limit` is where its output ends at the latest; told_* is what the client has.
+
+    key        of its assignment to `engine`: another one each time, so that late reports of an earlier
+               assignment mean nothing.
+    source     the engine that keeps `handed`'s KV, under `source_key`, until it has been fetched.
+    """
 
     __slots__ = (
         "arrival_s",
         "block",
         "canvas",
         "engine",
+        "handed",
         "has_committed",
         "has_deadline",
         "key",
         "limit",
         "logprobs",
+        "num_assigned",
         "num_block_passes",
         "num_cached",
         "num_passes",
@@ -44,6 +52,9 @@ class TrackedRequest:
         "restart_ids",
         "restart_passes",
         "sampling",
+        "source",
+        "source_key",
+        "tag",
         "told_first",
         "waited_s",
     )
@@ -52,8 +63,10 @@ class TrackedRequest:
         sampling = submit.sampling
         eos_ids = () if sampling.ignore_eos else limits.eos_token_ids
         self.request_id = submit.request_id
-        self.key = f"{submit.request_id}#{order}"
+        self.tag = f"{submit.request_id}#{order}"
+        self.key = self.source_key = ""
         self.order = order
+        self.num_assigned = 0
         self.arrival_s = self.queued_s = now
         self.waited_s = 0.0
         self.sampling = replace(
@@ -66,6 +79,8 @@ class TrackedRequest:
         self.restart_ids = tuple(self.canvas.ids)
         self.restart_passes = 0
         self.engine: EngineLedger | None = None
+        self.source: EngineLedger | None = None
+        self.handed: Handed | None = None
         self.has_deadline = submit.deadline_s is not None
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.num_passes = self.num_block_passes = self.num_told_passes = 0
@@ -76,6 +91,10 @@ class TrackedRequest:
 
     def __lt__(self, other: TrackedRequest) -> bool:
         return self.order < other.order
+
+    def new_key(self) -> None:
+        self.num_assigned += 1
+        self.key = f"{self.tag}.{self.num_assigned}"
 
     def next_block(self) -> Block | None:
         """The block to denoise now, or None if no position is open."""

@@ -5,7 +5,10 @@ import random
 from dataclasses import replace
 from itertools import groupby
 
+import pytest
+
 from genserve.core.control import Done, Failed
+from genserve.core.errors import TensorError
 from genserve.core.runtime.executors import ModelledExecutor
 from genserve.core.runtime.loop import LiveLoop
 from genserve.core.runtime.virtual import VirtualLoop
@@ -13,9 +16,16 @@ from genserve.core.sim.simulator import Simulator
 from genserve.core.types import Abort
 from genserve.dllm.dispatcher import Dispatcher
 from genserve.dllm.engine import Engine
-from tests.dllm.driver import LIMITS, CheckingWorker, submit
+from genserve.dllm.messages import ChangeRole
+from genserve.dllm.step import STEP
+from tests.dllm.driver import LIMITS, CheckingWorker, Store, submit
 
-NAMES = ("engine-0", "engine-1")
+# Roles and overload threshold of each way to serve.
+MODES = {
+    "colocated": ({"engine-0": "colocated", "engine-1": "colocated"}, None),
+    "disaggregated": ({"engine-0": "prefill", "engine-1": "colocated"}, None),
+    "hybrid": ({"engine-0": "prefill", "engine-1": "colocated"}, 40),
+}
 SMALL = replace(LIMITS, num_pages=40, max_running=4, budget_tokens=40)
 
 
@@ -23,15 +33,25 @@ class CoarseCost:
     """Prices in whole quarters, so that steps of different engines end at the same instants."""
 
     def price_s(self, run):
+        if run.op != STEP:
+            return 0.25
         return 0.25 * (1 + len(run.args.passes) // 2)
 
 
 class Lanes:
     def __init__(self):
         self.workers = {}
+        self.store = Store()
 
     def outcome(self, run):
-        result = self.workers.setdefault(run.lane, CheckingWorker(SMALL)).perform(run.args)
+        number = run.lane[-1]
+        worker = self.workers.setdefault(number, CheckingWorker(SMALL, store=self.store))
+        try:
+            result = worker.perform(run.args, run.op)
+        except TensorError as error:
+            return Failed(run.lane, run.run_id, str(error))
+        if run.op == "release":
+            return Done(run.lane, run.run_id, None)
         if run.run_id % 97 == 0:
             return Failed(run.lane, run.run_id, "made to fail")
         return Done(run.lane, run.run_id, result)
@@ -58,31 +78,33 @@ def posts(num_requests, seed):
             yield now + 0.25 * rng.randrange(20), Abort(f"r{index}")
 
 
-def controllers():
-    return {"dispatcher": Dispatcher(NAMES, SMALL), **{name: Engine(name, SMALL) for name in NAMES}}
+def controllers(mode):
+    roles, overload_tokens = MODES[mode]
+    dispatcher = Dispatcher(roles, SMALL, overload_tokens=overload_tokens)
+    return {"dispatcher": dispatcher, **{name: Engine(name, SMALL) for name in roles}}
 
 
-def simulated(work):
+def simulated(work, mode):
     log, heard = [], []
-    simulator = Simulator(
-        controllers(), CoarseCost(), Lanes(), {"gateway": lambda now, body: heard.append((now, body))}, log
-    )
+    sinks = {"gateway": lambda now, body: heard.append((now, body))}
+    sinks["membership"] = sinks["gateway"]
+    simulator = Simulator(controllers(mode), CoarseCost(), Lanes(), sinks, log)
     for at_s, body in work:
         simulator.post("dispatcher", body, at_s)
     simulator.run()
     return log, heard
 
 
-def live(work):
+def live(work, mode):
     log, heard = [], []
     aio = VirtualLoop()
 
     async def main():
         executor = ModelledExecutor(CoarseCost(), Lanes())
         loop = LiveLoop(
-            controllers(),
-            {f"device-{index}": executor for index in range(2)},
-            {"gateway": lambda body: heard.append((aio.time(), body))},
+            controllers(mode),
+            {f"{lane}-{index}": executor for index in range(2) for lane in ("device", "link")},
+            dict.fromkeys(("gateway", "membership"), lambda body: heard.append((aio.time(), body))),
             log,
         )
         # One callback an instant: asyncio does not keep the order of timers of equal time.
@@ -102,10 +124,14 @@ def live(work):
     return log, heard
 
 
-def test_event_logs_are_equal():
-    work = list(posts(300, seed=5))
-    expected_log, expected_heard = simulated(work)
-    log, heard = live(work)
+@pytest.mark.parametrize("mode", MODES)
+def test_event_logs_are_equal(mode):
+    work = list(posts(200, seed=5))
+    if mode != "colocated":
+        work.append((100.0, ChangeRole("engine-0", "colocated")))
+        work.append((200.0, ChangeRole("engine-0", "prefill")))
+    expected_log, expected_heard = simulated(work, mode)
+    log, heard = live(work, mode)
     assert len(expected_log) > 3000
     for index, (got, expected) in enumerate(zip(log, expected_log, strict=False)):
         assert got == expected, f"entry {index}"
@@ -114,3 +140,5 @@ def test_event_logs_are_equal():
     ends = [entry.time_s for entry in log if isinstance(entry.what, Done)]
     assert len(ends) - len(set(ends)) > 100, "there were ties"
     assert any(isinstance(entry.what, Failed) for entry in log)
+    fetched = [entry for entry in log if isinstance(entry.what, Done) and entry.what.lane.startswith("link")]
+    assert (len(fetched) > 100) == (mode != "colocated")

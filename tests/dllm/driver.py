@@ -4,13 +4,26 @@ import random
 from collections import deque
 
 from genserve.core.control import Done, Failed, Message, Run, Send, Timer, WakeAt
+from genserve.core.errors import StaleTensor, TensorError, TransferFailed
+from genserve.core.kv.parts import KvPart
+from genserve.core.tensors.ref import StoreAddress, TensorRef
 from genserve.core.types import Abort, SamplingParams, Submit
+from genserve.dllm.cache import LASTING
 from genserve.dllm.canvas import OPEN, Canvas
 from genserve.dllm.dispatcher import Dispatcher
-from genserve.dllm.engine import Engine, EngineLimits
+from genserve.dllm.engine import Engine
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.messages import EngineBack, EngineLost
 from genserve.dllm.request import DiffusionParams
-from genserve.dllm.step import Commit, Denoised, StepResult
+from genserve.dllm.step import (
+    FETCH,
+    RELEASE,
+    STEP,
+    Commit,
+    Denoised,
+    Handover,
+    StepResult,
+)
 
 EOS = 2
 VOCABULARY = 50
@@ -40,6 +53,49 @@ class Slot:
         self.block = None
         self.num_passes = 0
         self.is_new = True
+        if admit.resume is not None:
+            self.block, self.num_passes = admit.resume
+            self.is_new = False
+
+
+class Store:
+    """What workers keep for each other: `kept` maps a number to owner and request.
+
+    `num_failures` fetches to come will fail, and `num_refusals` times nothing will be kept.
+    """
+
+    def __init__(self):
+        self.kept = {}
+        self.num_kept = 0
+        self.num_failures = 0
+        self.num_refusals = 0
+
+    def lose(self, owner):
+        self.kept = {number: item for number, item in self.kept.items() if item[0] is not owner}
+
+    def keep(self, owner, request_id, state, num_pages):
+        if num_pages == 0:
+            return Handover(state)
+        if self.num_refusals:
+            self.num_refusals -= 1
+            return None
+        self.num_kept += 1
+        self.kept[self.num_kept] = (owner, request_id)
+        ref = TensorRef("shm", StoreAddress("store", "here"), 1, self.num_kept, 0, 4, (4,), "uint8")
+        return Handover(state, num_pages, (KvPart(0, 1, ref),))
+
+    def fetch(self, args):
+        assert len(args.pages) == len(set(args.pages)) > 0
+        for part in args.parts:
+            if part.ref.generation not in self.kept:
+                raise StaleTensor("what was kept is gone")
+        if self.num_failures:
+            self.num_failures -= 1
+            raise TransferFailed("made to fail")
+
+    def release(self, args):
+        for part in args.parts:
+            assert self.kept.pop(part.ref.generation)[1] == args.request_id
 
 
 class CheckingWorker:
@@ -48,13 +104,18 @@ class CheckingWorker:
     Checks every step against the contract: slots, pages, spans and blocks.
     """
 
-    def __init__(self, limits, eos_probability=0.05, min_passes=1):
+    def __init__(self, limits, eos_probability=0.05, store=None):
         self.limits = limits
         self.eos_probability = eos_probability
         self.slots = {}
         self.steps = []
+        self.store = store if store is not None else Store()
 
-    def perform(self, args):
+    def perform(self, args, op=STEP):
+        if op == FETCH:
+            return self.store.fetch(args)
+        if op == RELEASE:
+            return self.store.release(args)
         self.steps.append(args)
         for slot in args.freed:
             del self.slots[slot]
@@ -106,21 +167,44 @@ class CheckingWorker:
             canvas.commit(position, token)
             commits.append(Commit(position, token, 0.5))
         filled = params.early_stop and canvas.fill_after_stop(EOS)
-        return Denoised(p.slot, tuple(commits), filled, not canvas.has_open(start, end))
+        done = not canvas.has_open(start, end)
+        handover = None
+        if p.hand_over and (not done or params.cache in LASTING):
+            state = (slot.block, slot.num_passes)
+            num_pages = 0 if params.cache == "none" else len(slot.pages)
+            handover = self.store.keep(self, admit.request_id, state, num_pages)
+        return Denoised(p.slot, tuple(commits), filled, done, handover=handover)
 
 
 class Driver:
-    """`run(submits)` returns {request id: outputs}. Accounts are checked after each step of any engine."""
+    """`run(submits)` returns {request id: outputs}. Accounts are checked after each step of any engine.
+
+    `roles` (one an engine, in place of `num_engines`) come with `overload_tokens`. Steps end with `step`, runs
+    of links with `link`.
+    """
 
     def __init__(
-        self, num_engines=1, limits=LIMITS, routing="least_outstanding", worker=CheckingWorker, **options
+        self,
+        num_engines=1,
+        limits=LIMITS,
+        routing="least_outstanding",
+        worker=CheckingWorker,
+        roles=None,
+        overload_tokens=None,
+        **options,
     ):
         self.limits = limits
-        names = [f"engine-{index}" for index in range(num_engines)]
-        self.dispatcher = Dispatcher(names, limits, routing)
+        roles = roles if roles is not None else ["colocated"] * num_engines
+        names = {f"engine-{index}": role for index, role in enumerate(roles)}
+        self.dispatcher = Dispatcher(names, limits, routing, overload_tokens=overload_tokens)
         self.engines = {name: Engine(name, limits) for name in names}
+        self.store = Store()
+        if worker is CheckingWorker:
+            options["store"] = self.store
         self.workers = {name: worker(limits, **options) for name in names}
         self.running = {}
+        self.links = deque()
+        self.told = []
         self.outputs = {}
         self.timers = {}
         self.now = 0.0
@@ -160,6 +244,8 @@ class Driver:
     def _perform(self, name, effect):
         if isinstance(effect, WakeAt):
             self.timers[effect.tag] = effect.time_s
+        elif isinstance(effect, Run) and effect.lane == f"link-{name[-1]}":
+            self.links.append((name, effect))
         elif isinstance(effect, Run):
             assert name not in self.running
             assert effect.lane == f"device-{name[-1]}"
@@ -171,6 +257,8 @@ class Driver:
                     heard = self.outputs[output.request_id]
                     assert not heard or heard[-1].finish_reason is None, "something came after the end"
                     heard.append(output)
+            elif effect.to == "membership":
+                self.told.append(effect.body)
             else:
                 self.mail.append((effect.to, Message(name, effect.body)))
 
@@ -193,9 +281,27 @@ class Driver:
         self.check_accounts()
         return True
 
+    def link(self, error=None):
+        """End the run that any link began first; False when there is none."""
+        if not self.links:
+            return False
+        name, run = self.links.popleft()
+        if error is None:
+            try:
+                self.workers[name].perform(run.args, run.op)
+            except TensorError as raised:
+                error = str(raised)
+        done = Done(run.lane, run.run_id, None)
+        self.mail.append((name, done if error is None else Failed(run.lane, run.run_id, error)))
+        self.settle()
+        self.check_accounts()
+        return True
+
     def lose(self, name):
         del self.engines[name]
         self.running.pop(name, None)
+        self.links = deque([item for item in self.links if item[0] != name])
+        self.store.lose(self.workers[name])
         self.post("dispatcher", EngineLost(name, "gone"))
 
     def bring_back(self, name):
@@ -211,7 +317,7 @@ class Driver:
 
     def run(self, *submits):
         self.submit(*submits)
-        while self.step():
+        while self.step() or self.link():
             pass
         self.check_empty()
         return self.outputs
@@ -220,9 +326,11 @@ class Driver:
         for engine in self.engines.values():
             stats = engine.stats()
             assert stats["num_sequences"] == stats["num_leases"] == stats["num_used_pages"] == 0
+            assert stats["num_staged"] == stats["num_staged_pages"] == stats["num_fetching"] == 0
+        assert not self.store.kept
         stats = self.dispatcher.stats()
-        for name in ("num_sequences", "num_waiting", "num_held", "num_held_pages", "num_outstanding_tokens"):
-            assert stats[name] == 0, name
+        for name in ("sequences", "waiting", "held", "held_pages", "kept_pages", "outstanding_tokens"):
+            assert stats[f"num_{name}"] == 0, name
         for outputs in self.outputs.values():
             assert outputs[-1].finish_reason is not None
 

@@ -8,7 +8,7 @@ from genserve.core.models.attention.reference import ReferenceAttention
 from genserve.core.types import SamplingParams
 from genserve.dllm.canvas import OPEN
 from genserve.dllm.canvas_worker import CanvasWorker
-from genserve.dllm.engine import EngineLimits
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.request import DiffusionParams
 from genserve.dllm.step import STEP, Admit, Pass, StepArgs
 from tests.dllm.canvas_oracle import EOS, generated, request, served

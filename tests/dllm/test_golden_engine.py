@@ -13,8 +13,8 @@ import pytest
 from genserve.core.kv.blocks import PAGE_TOKENS
 from genserve.core.models.attention.cpu import CpuAttention
 from genserve.core.types import SamplingParams, Submit
-from genserve.dllm.engine import EngineLimits
 from genserve.dllm.golden_cases import Replay, recorded_noise, replay_of
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.models.interface import LoadedDiffusionModel
 from genserve.dllm.models.registry import load_diffusion_model
 from genserve.dllm.step import STEP

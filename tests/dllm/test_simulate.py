@@ -11,7 +11,7 @@ from genserve.core.workload.presets import preset
 from genserve.core.workload.spec import RequestSpec
 from genserve.core.workload.workload import Workload
 from genserve.dllm.cost import HARDWARE, MODELS, Profile, Roofline, open_cost
-from genserve.dllm.engine import EngineLimits
+from genserve.dllm.limits import EngineLimits
 from genserve.dllm.request import DiffusionParams
 from genserve.dllm.simulate import Denoising, mean_breakdown, simulate
 from genserve.dllm.step import STEP, Pass, StepArgs

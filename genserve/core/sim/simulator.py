@@ -37,6 +37,8 @@ class Simulator:
         self._order = 0
         self._lane_free_s: dict[str, float] = {}
         self._timers: dict[tuple[str, str], float] = {}
+        self._void: set[int] = set()
+        self._gone: set[str] = set()
         self.now_s = 0.0
 
     @property
@@ -47,14 +49,33 @@ class Simulator:
         """Have `sender` tell `to` `body` at `at_s` (never before the present)."""
         self._push(at_s, to, (sender, body))
 
+    def remove(self, name: str) -> None:
+        """The process of a controller dies: its runs never end, and nothing that is sent to it arrives."""
+        self._dispatch.remove(name)
+        self._gone.add(name)
+        for key in [key for key in self._timers if key[0] == name]:
+            del self._timers[key]
+        for _, number, to, what in self._heap:
+            if to == name and type(what) is Run:
+                self._void.add(number)
+                self._lane_free_s.pop(what.lane, None)
+
+    def add(self, name: str, controller: Controller) -> None:
+        """A new controller, or a new process in the place of one that died."""
+        self._dispatch.add(name, controller)
+        self._gone.discard(name)
+
     def run(self, before_s: float = float("inf")) -> float:
         """Advance until nothing is due before `before_s`; returns the time of the last event."""
         heap, dispatch = self._heap, self._dispatch
         while heap and heap[0][0] < before_s:
             now = self.now_s = heap[0][0]
             while heap and heap[0][0] == now:
-                _, _, to, what = heapq.heappop(heap)
-                self._arrive(to, what, now)
+                _, number, to, what = heapq.heappop(heap)
+                if number in self._void:
+                    self._void.discard(number)
+                elif to not in self._gone:
+                    self._arrive(to, what, now)
             while dispatch.pending:
                 for name, effect in dispatch.deliver(now):
                     self._perform(name, effect, now)
@@ -86,7 +107,7 @@ class Simulator:
         elif isinstance(effect, Send):
             if effect.to in self._dispatch:
                 self._dispatch.message(effect.to, name, effect.body)
-            else:
+            elif effect.to not in self._gone:
                 sink = self._sinks.get(effect.to)
                 if sink is None:
                     raise KeyError(f"{name} sent to {effect.to!r}, which is no controller and no sink")
