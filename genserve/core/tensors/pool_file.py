@@ -236,7 +236,7 @@ class PeerPool:
 
     def is_alive(self) -> bool:
         """Whether the owner still holds its lock and hasn't closed."""
-        if not self.epoch:
+        if not self._header[_EPOCH_AT // 8]:
             return False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -135,12 +135,13 @@ class TensorStore:
 
         Any strides and any device; with gradients, the values only.
         """
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        plain = is_plain(tensor)
+        if not plain and (tensor.layout is not torch.strided or tensor.is_meta):
             raise TensorError("tensor: it has no plain memory (sparse, or on the meta device)")
         name, shape, local = _name_of(tensor.dtype), tuple(tensor.shape), self._local
         slot = local.allocate(tensor.nbytes, holders)
         try:
-            if is_plain(tensor):
+            if plain:
                 copy_bytes(local.pool.memory.start + slot.offset, tensor.data_ptr(), slot.nbytes)
             else:
                 local.writable(slot, shape, name).copy_(tensor.detach())
