@@ -279,15 +279,17 @@ class RemoteController:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
         actor, self._actor = self._actor, None
+        end = WatchedActor.kill
         try:
             if actor is not None:
                 async with asyncio.timeout(timeout_s):
                     await actor.handle.close.remote()
+                end = WatchedActor.dismiss
         except (RayError, TimeoutError) as error:
             logger.warning("%s did not close by itself: %s", self.name, error or "too slow")
         finally:
             if actor is not None:
-                actor.kill()
+                end(actor)
             for task in self._tasks:
                 task.cancel()
             try:
