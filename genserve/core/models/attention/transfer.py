@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from genserve.core.errors import TensorError
+from genserve.core.errors import TensorError, TransferFailed
 from genserve.core.kv.parts import KvPart
 from genserve.core.models.attention.backend import AttentionBackend, AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
@@ -43,6 +43,8 @@ class _Draft(Protocol):
 
 class _Fetch(Protocol):
     def wait(self, timeout_s: float | None = None) -> torch.Tensor: ...
+
+    def cancel(self) -> None: ...
 
 
 class Store(Protocol):
@@ -106,7 +108,13 @@ class KvTransfer:
             raise TensorError(f"parts: {end} layers of {self._num_layers}")
         for part in parts:
             near = self._store.is_near(part.ref)
-            source = self._store.get(part.ref).wait(self._timeout_s)
+            fetch = self._store.get(part.ref)
+            try:
+                source = fetch.wait(self._timeout_s)
+            except TimeoutError as error:
+                raise TransferFailed(f"nothing came for {self._timeout_s:g} s") from error
+            finally:
+                fetch.cancel()
             self._copy(pages, part.first_layer, part.end_layer, source, out=False)
             if near:  # it was read in place, and may have been given up meanwhile
                 self._store.check(part.ref)
