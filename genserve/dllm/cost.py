@@ -275,9 +275,7 @@ class StepCost:
             + num_rows * self._row_s
             - floor_s
         )
-        overhead_s = (
-            self._calibration.step_overhead_s + len(args.passes) * self._calibration.pass_overhead_s
-        )
+        overhead_s = self._calibration.step_overhead_s + len(args.passes) * self._calibration.pass_overhead_s
         return overhead_s + floor_s + grows_s * self._calibration.slowdown
 
     def _attention_s(self, rows: int, context: int) -> float:
