@@ -102,10 +102,11 @@ def rounds(num_candidates: int, num_requests: int) -> list[tuple[int, int]]:
     found = [(min(num_candidates, _NUM_LAST), num_requests)]
     while found[0][0] < num_candidates:
         kept, length = found[0]
-        shorter = min(length, max(_MIN_REQUESTS, length // _SHRINK))
-        found.insert(
-            0, (num_candidates if shorter == length else min(num_candidates, kept * _SHRINK), shorter)
-        )
+        shorter = max(_MIN_REQUESTS, length // _SHRINK)
+        if 2 * shorter > length:  # a round that would save little
+            found[0] = (num_candidates, length)
+        else:
+            found.insert(0, (min(num_candidates, kept * _SHRINK), shorter))
     return found
 
 
