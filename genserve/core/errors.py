@@ -34,6 +34,10 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt plus requested output do not fit the model's context or the KV pool."""
 
 
+class UnknownWorker(InvalidRequest):
+    """No worker of that name serves the model."""
+
+
 class ModelNotFound(GenserveError):
     """No model of that name is served (or can be fetched)."""
 

@@ -146,6 +146,9 @@ class ScriptedEngine:
                 sequence.task.cancel()
             sequence.outputs.put_nowait(TokenOutput(request_id, finish_reason="abort"))
 
+    def run_age_s(self) -> float:
+        return 0.0
+
     async def stats(self) -> dict[str, float]:
         if self.lost is not None:
             raise self.lost

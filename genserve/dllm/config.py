@@ -14,6 +14,11 @@ Positive = Annotated[int, Field(ge=1)]
 class DllmConfig(Config):
     """One diffusion language model, its workers, and what requests get that do not say."""
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether workers are ready to hand KV over, be it after a change of roles."""
+        return bool(self.num_prefill_workers or self.transfer_pool)
+
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
         if self.num_prefill_workers >= self.num_workers and self.num_prefill_workers > 0:
@@ -21,7 +26,7 @@ class DllmConfig(Config):
                 f"num_prefill_workers: {self.num_prefill_workers} of {self.num_workers} workers leave none to "
                 "decode"
             )
-        if self.num_prefill_workers and self.routing != "least_outstanding":
+        if (self.num_prefill_workers or self.transfer_pool) and self.routing != "least_outstanding":
             raise ValueError(f"routing: prefill workers need least_outstanding, not {self.routing}")
         return self
 
@@ -56,7 +61,8 @@ class DllmConfig(Config):
     prefill_tokens: Positive = 4096
     """Tokens in a step of a prefill worker, unless one prefill alone has more."""
     transfer_pool: Bytes | None = None
-    """Bytes that a worker sets aside for KV that others fetch; by default as many as `kv_pool`."""
+    """Bytes that a worker sets aside for KV that others fetch; by default as many as `kv_pool` where there
+    are prefill workers. With it, prefill workers can be added while serving."""
     max_queued_requests: Positive = 256
     """Requests in flight (running and waiting), at most; beyond it the answer is 429."""
     prefix_cache: bool = True
@@ -75,3 +81,17 @@ class DllmConfig(Config):
     """CPU threads, divided among the workers; by default all cores."""
     executor: Literal["thread", "ray"] = "thread"
     """thread: in the server's process. ray: each worker in an actor of its own."""
+    ray_address: str | None = None
+    """Of the Ray cluster to run on; by default that of RAY_ADDRESS, else one that ends with the server."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Whether Ray puts the workers close together or on different nodes; the strict ones insist."""
+    placement_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """How long to wait until the Ray cluster has room for the workers."""
+    worker_cpus: Annotated[float, Field(gt=0)] = 0.1
+    """CPUs that Ray reserves for each worker; threads are counted by num_threads alone."""
+    worker_gpus: Annotated[float, Field(gt=0)] | None = None
+    """GPUs that Ray reserves for each worker; by default one, or a share where there are fewer."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
+    """A worker's actor that is silent for so much longer than it should be is killed and replaced."""
+    step_deadline_s: Annotated[float, Field(ge=0)] = 120.0
+    """So is one whose step takes longer than this; 0 for no limit."""

@@ -23,9 +23,10 @@ from genserve.dllm.denoise import Proposable, RowOptions, propose
 from genserve.dllm.golden_cases import Inexpressible, Replay, recorded_noise, replay_of
 from genserve.dllm.models.interface import DiffusionModel, LoadedDiffusionModel
 from genserve.dllm.request import Unmasking
+from genserve.dllm.slot import visible_ends
 from genserve.dllm.step import STEP, StepArgs
 from genserve.dllm.unmasking import Candidate, Share, choose
-from genserve.dllm.worker import DllmWorker, visible_ends
+from genserve.dllm.worker import DllmWorker
 
 PAGE_TOKENS = 16
 LOGITS_TOLERANCE = 5e-4

@@ -13,9 +13,9 @@ from typing import Any
 from genserve.core.types import SamplingParams
 from genserve.dllm.cache import Passes, PlannedPass
 from genserve.dllm.canvas import OPEN, Block, Canvas
+from genserve.dllm.noise import NoiseKey
 from genserve.dllm.request import DiffusionParams, Unmasking
 from genserve.dllm.step import Admit, Denoised, Pass
-from genserve.dllm.worker import NoiseKey
 
 CONFIDENCE_TOLERANCE = 2e-4
 _DREAM_KINDS = {"maskgit_plus": "quota", "topk_margin": "margin", "entropy": "entropy", "origin": "random"}

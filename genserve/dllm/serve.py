@@ -1,7 +1,8 @@
 """Composition root of diffusion serving: a dispatcher, its engines, their workers, one model for all of them.
 
 With executor "thread" everything is on this event loop but the workers' steps; they share the weights,
-each has a KV pool of its own. With "ray" each engine lives in an actor with its device and its weights.
+each has a KV pool of its own. With "ray" each engine lives in an actor with its device and its weights
+(`serve_ray`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 from genserve.core.errors import ConfigError, InvalidRequest
 from genserve.core.kv.blocks import PAGE_TOKENS
 from genserve.core.metrics.recorder import Recorder
-from genserve.core.runtime.client import EngineClient
 from genserve.core.types import EngineInfo
 from genserve.dllm.config import DllmConfig
 from genserve.dllm.dispatcher import Dispatcher
 from genserve.dllm.engine import Engine
 from genserve.dllm.limits import EngineLimits
-from genserve.dllm.messages import EngineBack, EngineLost
 from genserve.dllm.options import (
     CACHES,
     UNSUPPORTED,
@@ -33,12 +32,15 @@ from genserve.dllm.options import (
     ServedFacts,
     check_params,
 )
+from genserve.dllm.pool import engine_roles
 from genserve.dllm.request import DiffusionParams, Unmasking
 
 if TYPE_CHECKING:
     from genserve.core.runtime.executors import Worker
-    from genserve.core.runtime.ray_controller import RemoteParts
+    from genserve.core.runtime.local_engine import LocalEngine
+    from genserve.core.runtime.loop import Executor
     from genserve.core.server.gateway import ServedModel
+    from genserve.core.tensors.store import TensorStore
     from genserve.dllm.models.interface import LoadedDiffusionModel
 
 DISPATCHER = "dispatcher"
@@ -57,12 +59,13 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class DllmParts:
-    """What `assemble` made: the engines by name and the worker of each engine's lane."""
+    """What `assemble` made: the engines and their workers by name, and the store that the workers share."""
 
     described: Described
     dispatcher: Dispatcher
     engines: Mapping[str, Engine]
     workers: Mapping[str, Worker]
+    store: TensorStore | None
     recorder: Recorder
     tokenizer: Any
 
@@ -116,8 +119,26 @@ def describe(config: DllmConfig, loaded: LoadedDiffusionModel) -> Described:
                 raise ConfigError(
                     f"{name}: {num_tokens} tokens do not hold a canvas of {canvas} and a prompt"
                 )
+    num_staging_pages = 0
+    if config.num_prefill_workers or config.transfer_pool:
+        num_staging_pages = pool_pages(
+            config.transfer_pool or config.kv_pool,
+            loaded.model.layer_specs,
+            loaded.dtype,
+            loaded.device,
+            num_canvases,
+            context,
+            field="transfer_pool",
+        )
+        if loaded.canvas is not None:
+            raise ConfigError(
+                f"num_prefill_workers, transfer_pool: {loaded.name} renoises whole canvases, which no other "
+                "worker can go on with"
+            )
     limits = EngineLimits(
         num_pages=num_pages,
+        num_staging_pages=num_staging_pages,
+        prefill_tokens=config.prefill_tokens,
         max_context_tokens=context,
         max_running=config.max_running,
         budget_tokens=config.budget_tokens,
@@ -164,9 +185,15 @@ def _defaults(config: DllmConfig, loaded: LoadedDiffusionModel) -> DiffusionPara
     )
 
 
-def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: EngineLimits) -> Worker:
-    """A worker with a KV pool of its own over a loaded model, warmed up."""
+def make_worker(
+    config: DllmConfig,
+    loaded: LoadedDiffusionModel,
+    limits: EngineLimits,
+    store: TensorStore | None = None,
+) -> Worker:
+    """A worker with a KV pool of its own over a loaded model, warmed up. It hands KV over through `store`."""
     from genserve.core.models.attention.pool import make_backend
+    from genserve.core.models.attention.transfer import KvTransfer
     from genserve.core.models.kernels.threads import ThreadTeam
     from genserve.dllm.canvas_worker import CanvasWorker
     from genserve.dllm.worker import DllmWorker
@@ -174,30 +201,66 @@ def make_worker(config: DllmConfig, loaded: LoadedDiffusionModel, limits: Engine
     team = ThreadTeam(threads_each(config))
     specs = loaded.model.layer_specs
     backend = make_backend(specs, limits.num_pages, loaded.dtype, loaded.device, team)
-    kind = CanvasWorker if loaded.family == "canvas" else DllmWorker
-    worker = kind(
-        loaded, backend, num_slots=limits.max_running, max_pages=-(-limits.max_context_tokens // PAGE_TOKENS)
-    )
+    max_pages = -(-limits.max_context_tokens // PAGE_TOKENS)
+    worker: CanvasWorker | DllmWorker
+    if loaded.family == "canvas":
+        worker = CanvasWorker(loaded, backend, limits.max_running, max_pages)
+    else:
+        transfer = None if store is None else KvTransfer(store, backend, len(specs))
+        worker = DllmWorker(loaded, backend, limits.max_running, max_pages, transfer=transfer)
     worker.warm_up()
     return worker
 
 
-def engine_names(config: DllmConfig) -> list[str]:
-    return [f"engine-{index}" for index in range(config.num_workers)]
+def open_store(
+    loaded: LoadedDiffusionModel, limits: EngineLimits, num_workers: int, **listen: Any
+) -> TensorStore | None:
+    """The store of a process with `num_workers` workers, or None if nothing is ever handed over.
+
+    Engines count what they stage in pages; a quarter more is there for what falls between tensors of
+    unequal sizes.
+    """
+    if not limits.num_staging_pages:
+        return None
+    from genserve.core.models.attention.pool import page_bytes
+    from genserve.core.tensors.store import TensorStore
+
+    staged_bytes = limits.num_staging_pages * page_bytes(
+        loaded.model.layer_specs, loaded.dtype, loaded.device
+    )
+    return TensorStore.open(pool_bytes=int(1.25 * num_workers * staged_bytes) + (1 << 20), **listen)
+
+
+def lanes(engine: Engine, worker: Worker) -> dict[str, Executor]:
+    """A thread for the worker's steps and one for copies from and for other workers."""
+    from genserve.core.runtime.executors import ThreadExecutor
+
+    return {lane: ThreadExecutor(worker, lane) for lane in (engine.lane, engine.exchange.lane)}
 
 
 def assemble(config: DllmConfig, loaded: LoadedDiffusionModel) -> DllmParts:
     """A dispatcher and `num_workers` engines and workers in this process around one loaded model."""
     described = describe(config, loaded)
-    engines = {name: Engine(name, described.limits, DISPATCHER) for name in engine_names(config)}
-    workers = {engine.lane: make_worker(config, loaded, described.limits) for engine in engines.values()}
+    limits = described.limits
+    engines = {
+        name: Engine(name, limits, DISPATCHER)
+        for name in engine_roles(config.num_workers, config.num_prefill_workers)
+    }
+    store = open_store(loaded, limits, config.num_workers)
+    workers = {name: make_worker(config, loaded, limits, store) for name in engines}
     recorder = Recorder()
-    dispatcher = _dispatcher(config, described, recorder)
-    return DllmParts(described, dispatcher, engines, workers, recorder, loaded.tokenizer)
+    dispatcher = make_dispatcher(config, described, recorder)
+    return DllmParts(described, dispatcher, engines, workers, store, recorder, loaded.tokenizer)
 
 
-def _dispatcher(config: DllmConfig, described: Described, recorder: Recorder) -> Dispatcher:
-    return Dispatcher(engine_names(config), described.limits, config.routing, recorder=recorder)
+def make_dispatcher(config: DllmConfig, described: Described, recorder: Recorder) -> Dispatcher:
+    return Dispatcher(
+        engine_roles(config.num_workers, config.num_prefill_workers),
+        described.limits,
+        config.routing,
+        recorder=recorder,
+        overload_tokens=None if config.overflow_tokens == "never" else config.overflow_tokens,
+    )
 
 
 def figures(dispatcher: Dispatcher, engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -220,12 +283,13 @@ def figures(dispatcher: Dispatcher, engines: Sequence[Mapping[str, float]]) -> d
     }
 
 
-async def start_local(parts: DllmParts) -> EngineClient:
+async def start_local(parts: DllmParts) -> LocalEngine:
     """Run dispatcher and engines on this event loop, each worker on a thread."""
-    from genserve.core.runtime.executors import ThreadExecutor
     from genserve.core.runtime.local_engine import LocalEngine
 
-    executors = {lane: ThreadExecutor(worker, lane) for lane, worker in parts.workers.items()}
+    executors: dict[str, Executor] = {}
+    for name, worker in parts.workers.items():
+        executors.update(lanes(parts.engines[name], worker))
     return LocalEngine(
         parts.described.info,
         parts.dispatcher,
@@ -233,73 +297,13 @@ async def start_local(parts: DllmParts) -> EngineClient:
         entry=DISPATCHER,
         others=parts.engines,
         figures=partial(figures, parts.dispatcher),
+        closed=None if parts.store is None else parts.store.close,
     )
-
-
-async def build_remote(config: DllmConfig, name: str) -> RemoteParts:
-    """What an actor runs: one engine and its worker, with weights of their own."""
-    from genserve.core.runtime.executors import ThreadExecutor
-    from genserve.core.runtime.ray_controller import RemoteParts
-
-    loaded = load(config)
-    described = describe(config, loaded)
-    engine = Engine(name, described.limits, DISPATCHER)
-    worker = make_worker(config, loaded, described.limits)
-    return RemoteParts(engine, {engine.lane: ThreadExecutor(worker, engine.lane)}, described)
-
-
-async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[EngineClient, Described]:
-    """A dispatcher on this event loop, over engines in Ray actors."""
-    from genserve.core.runtime.local_engine import LocalEngine
-    from genserve.core.runtime.ray_controller import RemoteController
-
-    names = engine_names(config)
-    starting = [
-        asyncio.ensure_future(
-            RemoteController.start(
-                name,
-                build_remote,
-                config,
-                name,
-                reply_to=(DISPATCHER,),
-                lost=partial(EngineLost, name),
-                back=partial(EngineBack, name),
-                options=_gpu_share(config),
-            )
-        )
-        for name in names
-    ]
-    started = await asyncio.gather(*starting, return_exceptions=True)
-    failures = [found for found in started if isinstance(found, BaseException)]
-    remotes = {found.name: found for found in started if not isinstance(found, BaseException)}
-    if failures:
-        await asyncio.gather(*(remote.aclose() for remote in remotes.values()))
-        raise failures[0]
-    described: Described = remotes[names[0]].described
-    dispatcher = _dispatcher(config, described, recorder)
-    engine = LocalEngine(
-        described.info,
-        dispatcher,
-        {},
-        entry=DISPATCHER,
-        remotes=remotes,
-        figures=partial(figures, dispatcher),
-    )
-    return engine, described
 
 
 def _check_tokenizer(config: DllmConfig, hf_tokenizer: Any) -> None:
     if hf_tokenizer is None:
         raise ConfigError(f"{config.model}: a model without a tokenizer cannot be served as text")
-
-
-def _gpu_share(config: DllmConfig) -> dict[str, float]:
-    """Options of one worker's actor: a GPU of its own, or its share if there are fewer than workers."""
-    import torch
-
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return {}
-    return {"num_gpus": min(1.0, torch.cuda.device_count() / config.num_workers)}
 
 
 async def start_served(config: DllmConfig, on_progress: Progress | None = None) -> ServedModel:
@@ -321,6 +325,8 @@ async def start_served(config: DllmConfig, on_progress: Progress | None = None) 
         hf_tokenizer: Any = await aio.run_in_executor(None, load_diffusion_tokenizer, source)
         _check_tokenizer(config, hf_tokenizer)
         recorder = Recorder()
+        from genserve.dllm.serve_ray import start_remote
+
         engine, described = await start_remote(config, recorder)
     else:
         loaded = await aio.run_in_executor(None, load, config, on_progress)
@@ -331,4 +337,7 @@ async def start_served(config: DllmConfig, on_progress: Progress | None = None) 
     tokenizer = Tokenizer(hf_tokenizer)
     completer = Completer(engine, tokenizer, check=DiffusionCheck(described.facts, tokenizer), clock=aio.time)
     info = described.info
-    return ServedModel(info.model, int(time.time()), completer, tokenizer, info, DiffusionOptions, recorder)
+    created = int(time.time())
+    return ServedModel(
+        info.model, created, completer, tokenizer, info, DiffusionOptions, recorder, engine.membership
+    )

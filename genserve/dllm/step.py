@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from genserve.core.tensors.ref import TensorRef
+from genserve.core.kv.parts import KvPart
 from genserve.core.types import SamplingParams, TokenLogprobs
 from genserve.dllm.request import DiffusionParams
 
 STEP = "step"  # on the device's lane, `StepArgs`
 FETCH = "fetch"  # on the link's lane, `FetchArgs`; nothing comes back
 RELEASE = "release"  # on the link's lane, `ReleaseArgs`; nothing comes back
-
-
-class KvPart(NamedTuple):
-    """KV of layers `[first_layer, end_layer)` for a run of a request's pages, gathered into one tensor."""
-
-    first_layer: int
-    end_layer: int
-    ref: TensorRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,24 @@ the engine's choice; which of the open positions they predict are committed is d
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
+from genserve.core.kv.blocks import PAGE_TOKENS
+from genserve.core.kv.parts import KvPart
 from genserve.core.models.attention.backend import AttentionBackend, PagedContext
 from genserve.core.models.attention.batch import PagedBatch
-from genserve.core.models.distribution import uniform
+from genserve.core.models.attention.transfer import KvTransfer, Staging
 from genserve.core.models.sampling import token_logprobs
 from genserve.core.types import SamplingParams, TokenLogprobs
-from genserve.dllm.canvas import OPEN, Canvas
+from genserve.dllm.cache import LASTING, kv_end
+from genserve.dllm.canvas import OPEN, Block
 from genserve.dllm.denoise import (
     LOGITS_BUDGET_BYTES,
     Proposable,
@@ -29,8 +34,21 @@ from genserve.dllm.denoise import (
     propose_rows,
 )
 from genserve.dllm.models.interface import DiffusionModel, LoadedDiffusionModel
+from genserve.dllm.noise import Noise, NoiseKey, seeded_noise
 from genserve.dllm.request import CacheMode, DiffusionParams
-from genserve.dllm.step import STEP, Admit, Commit, Denoised, Pass, StepArgs, StepResult
+from genserve.dllm.slot import Slot, row_of_position, visible_ends
+from genserve.dllm.step import (
+    FETCH,
+    RELEASE,
+    STEP,
+    Admit,
+    Commit,
+    Denoised,
+    Handover,
+    Pass,
+    StepArgs,
+    StepResult,
+)
 from genserve.dllm.unmasking import (
     BlockState,
     Candidate,
@@ -43,64 +61,17 @@ from genserve.dllm.unmasking import (
     share,
 )
 
-# Caches whose first pass over a block runs every row, and whose later ones may lack the left neighbour's.
-_REBUILT_PER_BLOCK = ("prefix", "dual", "block")
-
-
-class NoiseKey(NamedTuple):
-    """What a uniform belongs to, besides its position. `stream`: 0 draws tokens, 1 ranks positions."""
-
-    request_id: str
-    seed: int
-    stream: int
-    block: int
-    pass_number: int
-
-
-# Uniforms in [0, 1) at absolute positions: of the open positions of the block, or of some of them.
 _log = logging.getLogger("genserve.dllm")
 
-Noise = Callable[[NoiseKey, Sequence[int]], Sequence[float]]
-
-
-def seeded_noise(key: NoiseKey, positions: Sequence[int]) -> list[float]:
-    """A pure function of seed, stream, block, pass and position, whatever else is in the batch."""
-    first = ((key.block << 20) + key.pass_number) << 24
-    return [uniform(key.seed, ((first + position) << 1) | key.stream) for position in positions]
-
-
-def visible_ends(positions: np.ndarray, length: int, block_length: int | None) -> np.ndarray:
-    """End of what each row sees: of the canvas, or of its absolute block in block-causal models."""
-    if block_length is None:
-        return np.full(len(positions), length, np.int64)
-    return np.minimum((positions // block_length + 1) * block_length, length)
-
-
-class _Slot:
-    __slots__ = ("block", "canvas", "error", "given", "pages", "params", "request_id", "sampling")
-
-    def __init__(self, admit: Admit, error: str | None) -> None:
-        self.request_id, self.sampling, self.params = admit.request_id, admit.sampling, admit.params
-        self.error = error
-        self.canvas = Canvas(
-            admit.ids,
-            admit.prompt_len,
-            admit.answer_end,
-            admit.params.block_length,
-            aligned=admit.params.cache == "block",
-            stop_ids=admit.sampling.stop_token_ids,
-            stop_in_prompt=admit.params.stop_in_prompt,
-        )
-        self.given = {admit.prompt_len + offset for offset, _ in admit.params.pinned}
-        self.pages: list[int] = []
-        self.block = BlockState(1, 1, 0)
+# Caches whose first pass over a block runs every row, and whose later ones may lack the left neighbour's.
+_REBUILT_PER_BLOCK = ("prefix", "dual", "block")
 
 
 class _Work(NamedTuple):
     """A pass that runs: the rows of its candidates, and what it may commit of them."""
 
     at: int
-    slot: _Slot
+    slot: Slot
     open_positions: list[int]
     positions: list[int]
     rows: list[int]
@@ -120,6 +91,7 @@ class DllmWorker:
     fill_token_id  what stands behind an answer's first stop token; by default the model's EOS. The
                  engine's canvas must be filled with the same.
     noise        where uniforms come from.
+    transfer     hands KV over to other workers and fetches it from them.
     """
 
     def __init__(
@@ -131,11 +103,13 @@ class DllmWorker:
         noise: Noise = seeded_noise,
         fill_token_id: int | None = None,
         logits_budget_bytes: int = LOGITS_BUDGET_BYTES,
+        transfer: KvTransfer | None = None,
     ) -> None:
         self._loaded = loaded
         self._model = cast(DiffusionModel, loaded.model)
         self._backend = backend
-        self._slots: list[_Slot | None] = [None] * num_slots
+        self._transfer = transfer
+        self._slots: list[Slot | None] = [None] * num_slots
         # Rows from `num_slots` on belong to the unconditional canvases.
         self._page_table = np.zeros((2 * num_slots, max_pages), np.int32)
         if fill_token_id is None and loaded.eos_token_ids:
@@ -154,18 +128,29 @@ class DllmWorker:
         self.perform(STEP, StepArgs((), (admit,), (Pass(0, ((0, 4),), (0,), block, True),)))
         self.perform(STEP, StepArgs((0,), (), ()))
 
-    def perform(self, op: str, args: Any) -> StepResult:
-        """`args` is `StepArgs`; requests that fail alone are reported inside the result."""
-        if op != STEP:
-            raise ValueError(f"unknown operation {op!r}")
+    def perform(self, op: str, args: Any) -> Any:
+        """A `StepResult` of a step, whose requests that fail alone are reported inside the result, or of a link.
+
+        Steps and what belongs to the link may be performed by two threads at once.
+        """
         with torch.inference_mode():
-            return self._step(args)
+            if op == STEP:
+                return self._step(args)
+            if op not in (FETCH, RELEASE):
+                raise ValueError(f"unknown operation {op!r}")
+            if self._transfer is None:
+                raise RuntimeError("this worker was built to hand nothing over")
+            if op == FETCH:
+                self._transfer.fetch(args.pages, args.parts)
+            else:
+                self._transfer.release(args.request_id, args.parts)
+            return None
 
     def _step(self, args: StepArgs) -> StepResult:
         for index in args.freed:
             self._slots[index] = None
         for admit in args.admits:
-            self._slots[admit.slot] = _Slot(admit, self._objection(admit))
+            self._slots[admit.slot] = Slot(admit, self._objection(admit))
         results: list[Denoised | None] = []
         running: list[int] = []
         for at, one in enumerate(args.passes):
@@ -191,7 +176,34 @@ class DllmWorker:
         return None
 
     def _run(self, passes: Sequence[Pass]) -> list[Denoised]:
-        first_rows, hidden_TH = self._forward(passes)
+        staging = self._stage(passes)
+        with contextlib.ExitStack() as stack:
+            if staging is not None:
+                stack.callback(staging.close)
+            results = self._denoise(passes, self._backend if staging is None else staging.backend)
+            return [
+                self._handed_over(one, result, staging) if one.hand_over else result
+                for one, result in zip(passes, results, strict=True)
+            ]
+
+    def _stage(self, passes: Sequence[Pass]) -> Staging | None:
+        """Have the KV kept that later passes of departing requests read, as far as this pass leaves it."""
+        pages_of: dict[str, list[int]] = {}
+        for one in passes:
+            slot = self._slot(one.slot)
+            self._extend_pages(one, slot)
+            if one.hand_over:
+                num_pages = self._num_handed_pages(one, slot)
+                if num_pages and self._transfer is not None:
+                    pages_of[slot.request_id] = slot.pages[:num_pages]
+        return self._transfer.stage(pages_of) if pages_of and self._transfer is not None else None
+
+    def _num_handed_pages(self, one: Pass, slot: Slot) -> int:
+        end = kv_end(slot.params.cache, Block(*one.block), len(slot.canvas))
+        return -(-end // PAGE_TOKENS)
+
+    def _denoise(self, passes: Sequence[Pass], backend: AttentionBackend) -> list[Denoised]:
+        first_rows, hidden_TH = self._forward(passes, backend)
         results = [Denoised(one.slot, ()) for one in passes]
         works: list[_Work] = []
         for at, one in enumerate(passes):
@@ -212,6 +224,18 @@ class DllmWorker:
             first = last
         return results
 
+    def _handed_over(self, one: Pass, denoised: Denoised, staging: Staging | None) -> Denoised:
+        slot = self._slot(one.slot)
+        if denoised.error is not None or (denoised.block_done and slot.params.cache not in LASTING):
+            return denoised
+        num_pages = self._num_handed_pages(one, slot)
+        parts: tuple[KvPart, ...] | None = ()
+        if num_pages:
+            parts = None if staging is None else staging.take(slot.request_id)
+        if parts is None:
+            return denoised
+        return denoised._replace(handover=Handover(astuple(slot.block), num_pages, parts))
+
     def _failed(self, one: Pass, error: Exception) -> Denoised:
         """Called while `error` is handled: the client is told what it says, the log where it came from."""
         slot = self._slot(one.slot)
@@ -221,7 +245,9 @@ class DllmWorker:
 
     # One packed forward pass.
 
-    def _forward(self, passes: Sequence[Pass]) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    def _forward(
+        self, passes: Sequence[Pass], backend: AttentionBackend
+    ) -> tuple[list[tuple[int, int]], torch.Tensor]:
         """Hidden states of all rows, and for each pass its first row and its first unconditional one."""
         mask_id = self._loaded.mask_token_id
         ids: list[int] = []
@@ -230,7 +256,6 @@ class DllmWorker:
         first_rows: list[tuple[int, int]] = []
         for one in passes:
             slot = self._slot(one.slot)
-            self._extend_pages(one, slot)
             known = slot.canvas.ids
             block_length = slot.params.block_length if slot.params.cache == "block" else None
             copies = [(one.slot, 0)]
@@ -252,11 +277,11 @@ class DllmWorker:
         hidden_TH = self._model.hidden(
             torch.tensor(ids, device=device),
             torch.from_numpy(batch.positions_T).to(device),
-            PagedContext(self._backend, batch),
+            PagedContext(backend, batch),
         )
         return first_rows, hidden_TH
 
-    def _extend_pages(self, one: Pass, slot: _Slot) -> None:
+    def _extend_pages(self, one: Pass, slot: Slot) -> None:
         if not one.new_pages:
             return
         pages = slot.pages
@@ -284,7 +309,7 @@ class DllmWorker:
         def draws(pass_number: int) -> Sequence[float]:
             return self._uniforms(slot, 1, index, pass_number, open_positions)
 
-        row_of = _row_of_position(one.spans, first_row, self._loaded.shift)
+        row_of = row_of_position(one.spans, first_row, self._loaded.shift)
         only_first = (
             self._loaded.shift == 1
             and one.is_start
@@ -317,7 +342,7 @@ class DllmWorker:
             ]
         return _Work(at, slot, open_positions, positions, rows, options, due, noise, only_first, is_last)
 
-    def _row_options(self, slot: _Slot, block_index: int, positions: list[int]) -> list[RowOptions]:
+    def _row_options(self, slot: Slot, block_index: int, positions: list[int]) -> list[RowOptions]:
         sampling = slot.sampling
         if sampling.temperature <= 0:
             return [RowOptions()] * len(positions)
@@ -332,7 +357,7 @@ class DllmWorker:
         ]
 
     def _uniforms(
-        self, slot: _Slot, stream: int, block: int, pass_number: int, positions: Sequence[int]
+        self, slot: Slot, stream: int, block: int, pass_number: int, positions: Sequence[int]
     ) -> Sequence[float]:
         key = NoiseKey(slot.request_id, slot.sampling.seed or 0, stream, block, pass_number)
         return self._noise(key, positions)
@@ -438,7 +463,7 @@ class DllmWorker:
             )
         return dict(zip(positions, result, strict=True))
 
-    def _fill(self, one: Pass, slot: _Slot) -> bool:
+    def _fill(self, one: Pass, slot: Slot) -> bool:
         canvas, params = slot.canvas, slot.params
         if not params.early_stop or canvas.first_stop is None or self._fill_token_id is None:
             return False
@@ -462,20 +487,7 @@ class DllmWorker:
             return True
         return (began_full and not any_edited) or block.num_passes_full >= params.max_post_steps
 
-    def _slot(self, index: int) -> _Slot:
+    def _slot(self, index: int) -> Slot:
         slot = self._slots[index]
         assert slot is not None
         return slot
-
-
-def _row_of_position(spans: Sequence[tuple[int, int]], first_row: int, shift: int) -> dict[int, int]:
-    """The packed row that predicts each position of which one ran."""
-    row_of: dict[int, int] = {}
-    row = first_row
-    for start, end in spans:
-        for position in range(start + shift, end + shift):
-            row_of[position] = row
-            row += 1
-        if shift and start == 0:
-            row_of[0] = row - (end - start)
-    return row_of

@@ -183,7 +183,7 @@ def test_closing_kills_an_actor_whose_run_does_not_end(ray_session, tmp_path):
         await executor.aclose(timeout_s=0.3)
         assert 0.25 < time.monotonic() - begun < 5
         with pytest.raises(RayActorError):
-            await executor._actor.ready.remote()
+            await executor._actor.handle.drop_rest.remote()
 
     asyncio.run(main())
 
@@ -228,7 +228,7 @@ def test_a_killed_actor_fails_every_pending_run_as_lost(ray_session):
             executor.submit(Run("lane", run_id, "sleep", 0.0 if run_id == 0 else 30), reports)
         await reports.wait(1)
         begun = time.monotonic()
-        ray.kill(executor._actor)
+        ray.kill(executor._actor.handle)
         events = await reports.wait(5)
         assert time.monotonic() - begun < 5
         assert isinstance(events[0], Done)

@@ -4,7 +4,8 @@ import random
 from collections import deque
 
 from genserve.core.control import Done, Failed, Message, Run, Send, Timer, WakeAt
-from genserve.core.errors import StaleTensor, TransferFailed
+from genserve.core.errors import StaleTensor, TensorError, TransferFailed
+from genserve.core.kv.parts import KvPart
 from genserve.core.tensors.ref import StoreAddress, TensorRef
 from genserve.core.types import Abort, SamplingParams, Submit
 from genserve.dllm.cache import LASTING
@@ -21,7 +22,6 @@ from genserve.dllm.step import (
     Commit,
     Denoised,
     Handover,
-    KvPart,
     StepResult,
 )
 
@@ -177,17 +177,34 @@ class CheckingWorker:
 
 
 class Driver:
-    """`run(submits)` returns {request id: outputs}. Accounts are checked after each step of any engine."""
+    """`run(submits)` returns {request id: outputs}. Accounts are checked after each step of any engine.
+
+    `roles` (one an engine, in place of `num_engines`) come with `overload_tokens`. Steps end with `step`, runs
+    of links with `link`.
+    """
 
     def __init__(
-        self, num_engines=1, limits=LIMITS, routing="least_outstanding", worker=CheckingWorker, **options
+        self,
+        num_engines=1,
+        limits=LIMITS,
+        routing="least_outstanding",
+        worker=CheckingWorker,
+        roles=None,
+        overload_tokens=None,
+        **options,
     ):
         self.limits = limits
-        names = [f"engine-{index}" for index in range(num_engines)]
-        self.dispatcher = Dispatcher(names, limits, routing)
+        roles = roles if roles is not None else ["colocated"] * num_engines
+        names = {f"engine-{index}": role for index, role in enumerate(roles)}
+        self.dispatcher = Dispatcher(names, limits, routing, overload_tokens=overload_tokens)
         self.engines = {name: Engine(name, limits) for name in names}
+        self.store = Store()
+        if worker is CheckingWorker:
+            options["store"] = self.store
         self.workers = {name: worker(limits, **options) for name in names}
         self.running = {}
+        self.links = deque()
+        self.told = []
         self.outputs = {}
         self.timers = {}
         self.now = 0.0
@@ -227,6 +244,8 @@ class Driver:
     def _perform(self, name, effect):
         if isinstance(effect, WakeAt):
             self.timers[effect.tag] = effect.time_s
+        elif isinstance(effect, Run) and effect.lane == f"link-{name[-1]}":
+            self.links.append((name, effect))
         elif isinstance(effect, Run):
             assert name not in self.running
             assert effect.lane == f"device-{name[-1]}"
@@ -238,6 +257,8 @@ class Driver:
                     heard = self.outputs[output.request_id]
                     assert not heard or heard[-1].finish_reason is None, "something came after the end"
                     heard.append(output)
+            elif effect.to == "membership":
+                self.told.append(effect.body)
             else:
                 self.mail.append((effect.to, Message(name, effect.body)))
 
@@ -260,9 +281,27 @@ class Driver:
         self.check_accounts()
         return True
 
+    def link(self, error=None):
+        """End the run that any link began first; False when there is none."""
+        if not self.links:
+            return False
+        name, run = self.links.popleft()
+        if error is None:
+            try:
+                self.workers[name].perform(run.args, run.op)
+            except TensorError as raised:
+                error = str(raised)
+        done = Done(run.lane, run.run_id, None)
+        self.mail.append((name, done if error is None else Failed(run.lane, run.run_id, error)))
+        self.settle()
+        self.check_accounts()
+        return True
+
     def lose(self, name):
         del self.engines[name]
         self.running.pop(name, None)
+        self.links = deque([item for item in self.links if item[0] != name])
+        self.store.lose(self.workers[name])
         self.post("dispatcher", EngineLost(name, "gone"))
 
     def bring_back(self, name):
@@ -278,7 +317,7 @@ class Driver:
 
     def run(self, *submits):
         self.submit(*submits)
-        while self.step():
+        while self.step() or self.link():
             pass
         self.check_empty()
         return self.outputs
@@ -287,9 +326,11 @@ class Driver:
         for engine in self.engines.values():
             stats = engine.stats()
             assert stats["num_sequences"] == stats["num_leases"] == stats["num_used_pages"] == 0
+            assert stats["num_staged"] == stats["num_staged_pages"] == stats["num_fetching"] == 0
+        assert not self.store.kept
         stats = self.dispatcher.stats()
-        for name in ("num_sequences", "num_waiting", "num_held", "num_held_pages", "num_outstanding_tokens"):
-            assert stats[name] == 0, name
+        for name in ("sequences", "waiting", "held", "held_pages", "kept_pages", "outstanding_tokens"):
+            assert stats[f"num_{name}"] == 0, name
         for outputs in self.outputs.values():
             assert outputs[-1].finish_reason is not None
 

@@ -45,7 +45,11 @@ class Served:
         self._server.__exit__(*exc)
 
     def stats(self, number: int = 0) -> dict[str, float]:
-        return self._server.call(self.served[number].completer.engine.stats())
+        return self.call(self.served[number].completer.engine.stats())
+
+    def call(self, what: Any) -> Any:
+        """Run a coroutine on the server's loop."""
+        return self._server.call(what)
 
     def complete(self, prompt: Any = "One page of the book", model: str | None = None, **fields: Any) -> Any:
         """`/v1/completions`; fields that the client does not know go into the body all the same."""
@@ -71,11 +75,13 @@ class Served:
     def settled(self, timeout_s: float = 10.0) -> bool:
         """Whether nobody holds anything before the timeout: requests, slots, pages, streams."""
         names = ("num_sequences", "num_waiting", "num_running", "num_used_pages", "num_leases", "num_held")
+        names += ("num_staged_pages", "num_kept_pages", "num_fetching", "num_outstanding_tokens")
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             stats = self.stats()
-            assert stats["num_used_pages"] + stats["num_free_pages"] == stats["num_pages"]
-            if not any(stats[name] for name in (*names, "num_streams")):
+            if "num_pages" in stats:
+                assert stats["num_used_pages"] + stats["num_free_pages"] == stats["num_pages"]
+            if not any(stats.get(name, 0) for name in (*names, "num_streams")):
                 return self.gateway.num_inflight_requests == 0
             time.sleep(0.01)
         return False

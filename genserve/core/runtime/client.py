@@ -23,7 +23,11 @@ COUNTERS = {
     "num_blocks": "Blocks denoised to their end",
     "num_commits": "Positions committed",
     "num_refreshes": "Prefills after a request's first",
-    "num_restarts": "Requests begun again after their engine was lost",
+    "num_restarts": "Requests begun again after their engine was lost or could not hand them over",
+    "num_handed_over": "Requests whose KV was kept for another worker",
+    "num_fetched": "Requests whose KV was fetched from another worker",
+    "num_failed_fetches": "Copies of KV that broke off",
+    "num_overflows": "Prefills taken by colocated workers because every prefill worker was overloaded",
 }
 LEVELS = {
     "up": "Whether the engine answers",
@@ -40,6 +44,12 @@ LEVELS = {
     "num_engines": "Engines that are up",
     "num_held": "Requests that engines hold",
     "num_held_pages": "KV pages that the dispatcher counts as taken",
+    "num_queued": "Requests whose prefill waits for a worker",
+    "num_prefilled": "Requests prefilled that wait for a worker to decode",
+    "num_kept_pages": "KV pages that the dispatcher counts as kept for other workers",
+    "num_staged": "Requests whose KV is kept for another worker",
+    "num_staged_pages": "KV pages kept for other workers",
+    "num_fetching": "Requests whose KV is being fetched",
     "num_outstanding_tokens": "Prefill tokens assigned and not yet computed",
     "tokens_per_forward": "Positions committed per step, since the start",
     "tokens_per_pass": "Positions committed per pass of a request, since the start",
@@ -73,6 +83,10 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop a sequence. Its iterator ends with finish reason "abort". Unknown ids are ignored."""
+        ...
+
+    def run_age_s(self) -> float:
+        """For how long the oldest run at hand has been running, in this process; 0 if there is none."""
         ...
 
     async def stats(self) -> dict[str, float]:

@@ -51,6 +51,7 @@ class LiveLoop:
         self._on_fatal = on_fatal
         self._aio = asyncio.get_running_loop()
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._lanes: dict[str, tuple[int, float]] = {}  # runs on it, and since when the first of them runs
         self._flush_asked = False
         self.fatal: BaseException | None = None
         self._closed = False
@@ -61,6 +62,15 @@ class LiveLoop:
             raise self.fatal
         self._dispatch.message(to, sender, body)
         self._ask_flush()
+
+    def set_sink(self, name: str, sink: Sink) -> None:
+        """Have what is sent to `name` taken by `sink` from now on."""
+        self._sinks[name] = sink
+
+    def run_age_s(self) -> float:
+        """For how long the oldest run at hand has been running; 0 if there is none."""
+        now = self._aio.time()
+        return max((now - since_s for _, since_s in self._lanes.values()), default=0.0)
 
     async def aclose(self) -> None:
         """Stop timers and executors. Controllers hear nothing further."""
@@ -96,6 +106,8 @@ class LiveLoop:
             executor = self._executors.get(effect.lane)
             if executor is None:
                 raise KeyError(f"{name} asked for lane {effect.lane!r}, which no executor serves")
+            num_runs, since_s = self._lanes.get(effect.lane, (0, now))
+            self._lanes[effect.lane] = (num_runs + 1, since_s)
             executor.submit(effect, lambda event: self._report(name, event))
         elif isinstance(effect, Send):
             if effect.to in self._dispatch:
@@ -119,6 +131,9 @@ class LiveLoop:
                 )
 
     def _report(self, name: str, event: Done | Failed) -> None:
+        num_runs, _ = self._lanes.pop(event.lane)
+        if num_runs > 1:
+            self._lanes[event.lane] = (num_runs - 1, self._aio.time())
         if not self._closed and self.fatal is None:
             self._dispatch.event(name, event)
             self._ask_flush()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,107 +20,140 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from genserve.core.control import Done, Failed, Run
-from genserve.core.errors import ConfigError, ExecutorLost, GenserveError
+from genserve.core.errors import ExecutorLost, GenserveError
 from genserve.core.runtime.client import EngineClient
 from genserve.core.runtime.executors import Report, Worker
+from genserve.core.runtime.health import HealthLimits
+from genserve.core.runtime.ray_actor import ActorLost, ActorProcess, WatchedActor, cause, ensure_ray
 from genserve.core.runtime.streams import StreamTable
 from genserve.core.types import EngineInfo, Submit, TokenOutput
 
 logger = logging.getLogger(__name__)
 
-# How long an idle poll of an engine actor parks before it is renewed: also how late an idle engine's
-# failure may become known.
-_POLL_S = 1.0
-
 # How long closing waits for the work at hand before the actor is killed.
 _CLOSE_S = 10.0
 
 
-def ensure_ray(address: str | None = None, num_cpus: int | None = None) -> None:
-    """Connect to a Ray cluster, or start one in this process if there is none."""
-    if not ray.is_initialized():
-        ray.init(
-            address=address,
-            num_cpus=num_cpus if address is None else None,
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-            namespace="genserve",
-        )
-
-
-@ray.remote(num_cpus=0, concurrency_groups={"closing": 1})  # type: ignore[call-overload]
-class WorkerActor:
+@ray.remote(num_cpus=0, concurrency_groups={"closing": 1, "watching": 1})  # type: ignore[call-overload]
+class WorkerActor(ActorProcess):
     """Holds one worker, built in the actor's own process."""
 
     def __init__(self, build: Callable[..., Worker], args: tuple[Any, ...]) -> None:
-        self._worker = build(*args)
+        self._build, self._args = build, args
+        self._worker: Worker | None = None
         self._closing = False
+        self._since_s: float | None = None  # the current run
+        self._never = threading.Event()
+
+    def start(self) -> None:
+        self._worker = self._build(*self._args)
 
     def perform(self, op: str, args: Any) -> Any:
-        return None if self._closing else self._worker.perform(op, args)
+        if self._closing:
+            return None
+        assert self._worker is not None
+        self._since_s = time.monotonic()
+        try:
+            return self._worker.perform(op, args)
+        finally:
+            self._since_s = None
+
+    @ray.method(concurrency_group="watching")
+    def watch(self, limits: HealthLimits) -> ExecutorLost | None:
+        """Parks; then what is wrong with the current run, if anything."""
+        self._never.wait(limits.park_s)
+        since_s = self._since_s
+        return None if since_s is None else limits.overdue(time.monotonic() - since_s)
 
     @ray.method(concurrency_group="closing")
     def drop_rest(self) -> None:
         """Do no more than the current call. Arrives while that one runs: cancelling queued calls may not."""
         self._closing = True
 
-    def ready(self) -> bool:
-        return True
-
 
 class RayExecutor:
     """One lane on one actor, which performs its calls one at a time, in order."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: WatchedActor) -> None:
         self._actor = actor
         self._closed = False
         self._pending: asyncio.Queue[tuple[Run, Any, Report] | None] = asyncio.Queue()
-        self._reporter = asyncio.get_running_loop().create_task(self._report_in_order())
+        aio = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = aio.create_future()
+        self._watcher = aio.create_task(self._watch())
+        self._reporter = aio.create_task(self._report_in_order())
 
     @classmethod
     async def start(
-        cls, build: Callable[..., Worker], *args: Any, options: dict[str, Any] | None = None
+        cls,
+        build: Callable[..., Worker],
+        *args: Any,
+        options: dict[str, Any] | None = None,
+        limits: HealthLimits | None = None,
     ) -> RayExecutor:
         """Start an actor whose worker is `build(*args)`, and wait until it is built."""
         ensure_ray()
-        actor = WorkerActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
-        await built(actor.ready.remote())
-        return cls(actor)
+        return cls(
+            await WatchedActor.start(WorkerActor, (build, args), options or {}, limits or HealthLimits())
+        )
 
     def submit(self, run: Run, report: Report) -> None:
         if not self._closed:
-            self._pending.put_nowait((run, self._actor.perform.remote(run.op, run.args), report))
+            self._pending.put_nowait((run, self._actor.handle.perform.remote(run.op, run.args), report))
+
+    async def _watch(self) -> None:
+        """Until the actor is lost, also by a run that does not end: then every run fails."""
+        try:
+            while (
+                stuck := await self._actor.answer(self._actor.handle.watch.remote(self._actor.limits))
+            ) is None:
+                pass
+            self._actor.kill()
+            lost = str(stuck)
+        except ActorLost as error:
+            lost = str(error)
+        logger.error("a worker is lost: %s", lost)
+        self._lost.set_result(lost)
 
     async def _report_in_order(self) -> None:
         # Results may become known out of order (an exception travels slower than a value).
         while (item := await self._pending.get()) is not None:
             run, result, report = item
-            report(await _ended(run, result))
+            report(await self._ended(run, result))
+
+    async def _ended(self, run: Run, result: Any) -> Done | Failed:
+        ending = asyncio.ensure_future(_outcome(run, result))
+        either: set[asyncio.Future[Any]] = {ending, self._lost}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            return ending.result()
+        ending.cancel()
+        return Failed(run.lane, run.run_id, f"executor lost: {self._lost.result()}", lost=True)
 
     async def aclose(self, timeout_s: float = _CLOSE_S) -> None:
         """Let the current run end, for `timeout_s` at most, drop the rest, and kill the actor."""
         if self._closed:
             return
         self._closed = True
+        self._watcher.cancel()
         waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._dropped()), self._reporter]
         while not self._pending.empty():
             run, result, _ = self._pending.get_nowait()  # type: ignore[misc]
-            waiting.append(asyncio.ensure_future(_ended(run, result)))
+            waiting.append(asyncio.ensure_future(self._ended(run, result)))
         self._pending.put_nowait(None)
         _, late = await asyncio.wait(waiting, timeout=timeout_s)
         if late:
             logger.warning("a run did not end within %g s; its actor is killed", timeout_s)
             for task in late:
                 task.cancel()
-        ray.kill(self._actor)
+        self._actor.kill()
 
     async def _dropped(self) -> None:
         with contextlib.suppress(RayActorError):
-            await self._actor.drop_rest.remote()
+            await self._actor.handle.drop_rest.remote()
 
 
-async def _ended(run: Run, result: Any) -> Done | Failed:
+async def _outcome(run: Run, result: Any) -> Done | Failed:
     try:
         return Done(run.lane, run.run_id, await result)
     except RayTaskError as error:
@@ -130,16 +165,16 @@ async def _ended(run: Run, result: Any) -> Done | Failed:
 
 
 @ray.remote(num_cpus=0, max_concurrency=1000)  # type: ignore[call-overload]
-class EngineActor:
+class EngineActor(ActorProcess):
     """A whole engine on this actor's event loop. The driver posts batches and polls for batches.
 
     In a posted `Submit`, `deadline_s` is the time left: clocks of two processes have nothing in common.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it, on the actor's loop
-        self, build: Callable[..., Any], args: tuple[Any, ...]
+        self, build: Callable[..., Any], args: tuple[Any, ...], limits: HealthLimits
     ) -> None:
-        self._build, self._args = build, args
+        self._build, self._args, self._limits = build, args, limits
         self._engine: EngineClient | None = None
         self._outputs: list[TokenOutput] = []
         self._failures: list[tuple[str, str]] = []
@@ -201,14 +236,17 @@ class EngineActor:
 
         Parks while there is nothing.
         """
-        assert self._engine is not None
-        if not self._outputs and not self._failures and self._engine.failure is None:
+        if not self._outputs and not self._failures and self._ended() is None:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _POLL_S)
+                await asyncio.wait_for(self._wake.wait(), self._limits.park_s)
         outputs, self._outputs = self._outputs, []
         failures, self._failures = self._failures, []
-        return outputs, failures, self._engine.failure
+        return outputs, failures, self._ended()
+
+    def _ended(self) -> GenserveError | None:
+        assert self._engine is not None
+        return self._engine.failure or self._limits.overdue(self._engine.run_age_s())
 
     async def stats(self) -> dict[str, float]:
         assert self._engine is not None
@@ -225,9 +263,9 @@ class RayEngine:
     If the actor dies, every open stream raises `ExecutorLost`; if the engine in it fails, its `failure`.
     """
 
-    def __init__(self, actor: Any, info: EngineInfo) -> None:
+    def __init__(self, actor: WatchedActor) -> None:
         self._actor = actor
-        self._info = info
+        self._info: EngineInfo = actor.described
         self._streams = StreamTable()
         self._aio = asyncio.get_running_loop()
         self._submits: list[Submit] = []
@@ -239,12 +277,16 @@ class RayEngine:
 
     @classmethod
     async def start(
-        cls, build: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
+        cls,
+        build: Callable[..., Any],
+        *args: Any,
+        options: dict[str, Any] | None = None,
+        limits: HealthLimits | None = None,
     ) -> RayEngine:
         """Start an actor whose engine is `await build(*args)`, and wait until it is built."""
         ensure_ray()
-        actor = EngineActor.options(**(options or {})).remote(build, args)  # type: ignore[attr-defined]
-        return cls(actor, await built(actor.start.remote()))
+        limits = limits or HealthLimits()
+        return cls(await WatchedActor.start(EngineActor, (build, args, limits), options or {}, limits))
 
     @property
     def info(self) -> EngineInfo:
@@ -287,7 +329,7 @@ class RayEngine:
             self._post([], aborts)
 
     def _post(self, submits: list[Submit], aborts: list[str]) -> None:
-        posted = self._actor.post.remote(self._num_batches, submits, aborts)
+        posted = self._actor.handle.post.remote(self._num_batches, submits, aborts)
         request_ids = [submit.request_id for submit in submits]
         task = self._aio.create_task(self._posted(posted, self._num_batches, request_ids, aborts))
         self._num_batches += 1
@@ -304,7 +346,7 @@ class RayEngine:
             logger.error("a batch for the engine of %s was lost: %s", self._info.model, what)
             self._fail_streams(request_ids, what)
             # Those after it wait for its number. What may have got there all the same is aborted.
-            self._actor.post.remote(number, [], [])
+            self._actor.handle.post.remote(number, [], [])
             for request_id in (*request_ids, *aborts):
                 self.abort(request_id)
 
@@ -316,30 +358,33 @@ class RayEngine:
     async def _poll_forever(self) -> None:
         try:
             while self._failure is None:
-                outputs, failures, failure = await self._actor.poll.remote()
+                outputs, failures, failure = await self._actor.answer(self._actor.handle.poll.remote())
                 self._streams.route(outputs)
                 for request_id, error in failures if failure is None else ():
                     self._fail_streams([request_id], error)
                 if failure is not None:
                     logger.error("the engine of %s failed: %s", self._info.model, failure)
                     self._fail(failure)
-        except RayActorError as error:
+                if isinstance(failure, ExecutorLost):
+                    self._actor.kill()
+        except ActorLost as error:
             logger.error("engine actor of %s lost: %s", self._info.model, error)
             self._fail(ExecutorLost(f"the engine's process is gone: {error}"))
-        except RayTaskError as error:
-            logger.error("engine actor of %s failed: %s", self._info.model, error)
-            self._fail(ExecutorLost(f"the engine's process failed: {cause(error)}"))
-        except Exception as error:  # whatever else Ray may raise: nobody may wait for ever
-            logger.exception("engine actor of %s cannot be reached", self._info.model)
+        except Exception as error:  # nobody may wait for ever
+            logger.exception("the outputs of %s cannot be taken", self._info.model)
             self._fail(ExecutorLost(f"the engine's process cannot be reached: {error}"))
 
     def _fail(self, error: GenserveError) -> None:
         self._failure = error
         self._streams.fail_all(error)
 
+    def run_age_s(self) -> float:
+        """0: the actor itself looks at its runs."""
+        return 0.0
+
     async def stats(self) -> dict[str, float]:
         try:
-            return {**await self._actor.stats.remote(), "num_streams": len(self._streams)}
+            return {**await self._actor.handle.stats.remote(), "num_streams": len(self._streams)}
         except RayActorError as error:
             raise ExecutorLost(f"the engine's process is gone: {error}") from error
 
@@ -348,7 +393,7 @@ class RayEngine:
         self._pump.cancel()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._actor.close.remote()
+                await self._actor.handle.close.remote()
         except RayActorError:
             logger.info("engine actor of %s was gone before it was closed", self._info.model)
         except TimeoutError:
@@ -356,7 +401,7 @@ class RayEngine:
                 "the engine of %s did not close within %g s; it is killed", self._info.model, timeout_s
             )
         finally:
-            ray.kill(self._actor)
+            self._actor.kill()
             for task in self._posts:
                 task.cancel()
             self._failure = self._failure or ExecutorLost("the engine was closed")
@@ -369,19 +414,3 @@ def _time_left(submit: Submit, now: float) -> Submit:
 
 def _rebased(submit: Submit, now: float) -> Submit:
     return submit if submit.deadline_s is None else replace(submit, deadline_s=submit.deadline_s + now)
-
-
-async def built(reference: Any) -> Any:
-    """What building in an actor gave; `ConfigError` if it failed."""
-    try:
-        return await reference
-    except RayTaskError as error:
-        raise ConfigError(f"the worker could not be built: {cause(error)}") from error
-    except RayActorError as error:
-        raise ConfigError(f"the worker's process died while it was built: {error}") from error
-
-
-def cause(error: RayTaskError) -> str:
-    """What was raised in the actor, as text."""
-    cause = error.cause
-    return f"{type(cause).__name__}: {cause}"

@@ -31,6 +31,7 @@ from genserve.core.server.http_metrics import CountRequests, HttpMetrics
 from genserve.core.server.outbox import Outbox
 from genserve.core.server.protocol import ChatRequest, CompletionsRequest, parse
 from genserve.core.server.responses import ChatFormat, CompletionsFormat, ResponseFormat, dumps
+from genserve.core.server.workers import add_worker_routes
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -113,6 +114,8 @@ def create_app(
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         return JSONResponse(_model_object(gateway.model(name)))
+
+    add_worker_routes(app, gateway)
 
     @app.get("/health")
     async def health() -> Response:

@@ -20,13 +20,16 @@ from genserve.core.types import EngineInfo
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from genserve.core.runtime.membership import Membership
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model as the server shows it. `created` is in Unix seconds.
 
     `options_model` names the fields that its family takes in a request's body beyond the common ones.
-    `recorder` holds instruments of its controllers, for `/metrics`.
+    `recorder` holds instruments of its controllers, for `/metrics`. `membership` is for operators; None where
+    the workers are what they are.
     """
 
     name: str
@@ -36,6 +39,7 @@ class ServedModel:
     info: EngineInfo
     options_model: type[BaseModel] | None = None
     recorder: Recorder | None = None
+    membership: Membership | None = None
 
 
 class Lease:

@@ -3,100 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from dataclasses import dataclass
 
 import pytest
 from ray.exceptions import ObjectLostError, RaySystemError
 
-from genserve.core.control import Done, Message, Run, Send
 from genserve.core.errors import ConfigError, ExecutorLost
-from genserve.core.runtime.executors import ThreadExecutor
+from genserve.core.runtime.health import HealthLimits
 from genserve.core.runtime.local_engine import LocalEngine
-from genserve.core.runtime.ray_controller import RemoteController, RemoteParts
-from genserve.core.types import EngineInfo, SamplingParams, Submit, TokenOutput
+from genserve.core.runtime.ray_actor import WatchedActor
+from genserve.core.runtime.ray_controller import RemoteController
+from genserve.core.types import SamplingParams, Submit
+
+from .doubling import INFO, Back, Front, Lost, answer, build
 
 pytestmark = pytest.mark.ray
-INFO = EngineInfo("tiny", "test", 100, 64, 64, 8)
-
-
-@dataclass(frozen=True)
-class Lost:
-    error: str
-
-
-@dataclass(frozen=True)
-class Back:
-    pass
-
-
-class Doubler:
-    """The worker: doubles; 13 ends the process."""
-
-    def perform(self, op, args):
-        if args == (13,):
-            os._exit(1)
-        return tuple(2 * value for value in args)
-
-
-class Remote:
-    """Hands each message to its lane and tells `front` what came out."""
-
-    def __init__(self) -> None:
-        self.num_runs = 0
-        self._waiting: dict[int, str] = {}
-        self._effects: list = []
-
-    def observe(self, event, now):
-        if isinstance(event, Message):
-            request_id, token_ids = event.body
-            self.num_runs += 1
-            self._waiting[self.num_runs] = request_id
-            self._effects.append(Run("lane", self.num_runs, "double", token_ids))
-        elif isinstance(event, Done):
-            self._effects.append(Send("front", (self._waiting.pop(event.run_id), event.result)))
-
-    def decide(self, now):
-        effects, self._effects = self._effects, []
-        return effects
-
-    def stats(self):
-        return {"num_runs": float(self.num_runs)}
-
-
-class Front:
-    """The entry: sends prompts to its remotes in turn, and what they answer to the gateway."""
-
-    def __init__(self, remotes) -> None:
-        self.remotes = list(remotes)
-        self.told: list = []
-        self.live: list[str] = []
-        self._effects: list = []
-
-    def observe(self, event, now):
-        body = event.body
-        if isinstance(body, Submit):
-            self.live.append(body.request_id)
-            to = self.remotes[len(self.live) % len(self.remotes)]
-            self._effects.append(Send(to, (body.request_id, body.prompt_token_ids)))
-        elif isinstance(body, Lost | Back):
-            self.told.append(body)
-        else:
-            request_id, token_ids = body
-            self._effects.append(Send("gateway", [TokenOutput(request_id, token_ids, finish_reason="stop")]))
-
-    def decide(self, now):
-        effects, self._effects = self._effects, []
-        return effects
-
-    def stats(self):
-        return {"num_asked": float(len(self.live))}
-
-
-async def build(kind: str = "good") -> RemoteParts:
-    if kind == "bad":
-        raise ValueError("cannot be built")
-    return RemoteParts(Remote(), {"lane": ThreadExecutor(Doubler())})
 
 
 async def start(name: str, *args: str) -> RemoteController:
@@ -110,11 +30,6 @@ async def started(num_remotes: int) -> tuple[LocalEngine, Front]:
         name: remote for name, remote in zip(names, await asyncio.gather(*map(start, names)), strict=True)
     }
     return LocalEngine(INFO, front, {}, entry="front", remotes=remotes), front
-
-
-async def answer(engine: LocalEngine, request_id: str, *prompt: int) -> tuple[int, ...]:
-    stream = engine.submit(Submit(request_id, prompt, SamplingParams(max_tokens=1)))
-    return (await anext(stream)).token_ids
 
 
 def test_messages_cross_in_order_and_figures_add_up(ray_session):
@@ -156,8 +71,8 @@ def test_whatever_ends_the_polls_is_a_loss(ray_session, error):
 
     async def main() -> None:
         remote = RemoteController("remote-0", ("front",), build, (), Lost, Back, {})
-        remote._actor = Broken()
-        assert type(error).__name__ in await remote._poll_until_lost(lambda to, body: None)
+        remote._actor = actor = WatchedActor(Broken(), HealthLimits())
+        assert type(error).__name__ in await remote._poll_until_lost(actor, lambda to, body: None)
         assert await remote.stats() == {}
 
     asyncio.run(main())

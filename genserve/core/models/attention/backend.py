@@ -7,6 +7,7 @@ batch, travel as the keyword argument `paged` of the model's forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +39,10 @@ class AttentionBackend(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes of all pages, which are allocated once."""
+        ...
+
+    def page_tensors(self, layer: int) -> Sequence[torch.Tensor]:
+        """The storage of a layer's pages, `[num_pages, ...]` each: pages are moved by copying their rows."""
         ...
 
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:

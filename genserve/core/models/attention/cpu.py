@@ -51,6 +51,9 @@ class CpuAttention:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
+    def page_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys[layer], self._values[layer]
+
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         item = self._dtype.itemsize
         dims, padded = self._layers[layer].head_dim, self._padded_dims[layer]

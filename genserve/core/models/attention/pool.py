@@ -31,16 +31,22 @@ def pool_pages(
     device: torch.device,
     max_sequences: int,
     context_tokens: int,
+    field: str = "kv_pool",
 ) -> int:
     """Pages that `pool_bytes` hold, no more than `max_sequences` full contexts; `ConfigError` if none.
 
-    Pages that no set of running sequences could ever fill would be memory for nothing.
+    `field` is what the configuration calls it. Pages that no set of running sequences could ever fill would be memory for nothing.
     """
-    per_page = _kind(device).page_bytes(layers, dtype)
+    per_page = page_bytes(layers, dtype, device)
     num_pages = pool_bytes // per_page
     if num_pages < 1:
-        raise ConfigError(f"kv_pool: {pool_bytes} bytes hold no page; one takes {per_page} bytes")
+        raise ConfigError(f"{field}: {pool_bytes} bytes hold no page; one takes {per_page} bytes")
     return min(num_pages, max_sequences * -(-context_tokens // PAGE_TOKENS))
+
+
+def page_bytes(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of one page over all layers."""
+    return _kind(device).page_bytes(layers, dtype)
 
 
 def make_backend(

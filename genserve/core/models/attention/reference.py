@@ -41,6 +41,9 @@ class ReferenceAttention:
     def num_bytes(self) -> int:
         return sum(pages.nbytes for pages in self._pages)
 
+    def page_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pages[layer][0], self._pages[layer][1]
+
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         pages = self._pages[layer]
         positions = batch.positions_T
