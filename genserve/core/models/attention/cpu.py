@@ -54,6 +54,14 @@ class CpuAttention:
     def page_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._keys[layer], self._values[layer]
 
+    def page_layout(self, layer: int) -> str:
+        heads, dims, padded = (
+            self._layers[layer].num_kv_heads,
+            self._layers[layer].head_dim,
+            self._padded_dims[layer],
+        )
+        return f"{self._dtype} keys [{heads}, {dims}, {PAGE}], values [{heads}, {PAGE}, {padded}]"
+
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         item = self._dtype.itemsize
         dims, padded = self._layers[layer].head_dim, self._padded_dims[layer]
