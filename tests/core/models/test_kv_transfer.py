@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import socket
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from genserve.core.errors import StaleTensor, TensorError
+from genserve.core.errors import StaleTensor, TensorError, TransferFailed
+from genserve.core.kv.parts import KvPart
 from genserve.core.models.attention.backend import AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
 from genserve.core.models.attention.cpu import CpuAttention
@@ -171,3 +174,39 @@ def test_a_pass_that_breaks_off_leaves_nothing_behind(store) -> None:
     assert store.stats()["num_tensors"] > 0
     staging.close()
     assert store.stats()["num_tensors"] == 0
+
+
+TOKEN = "a secret"
+
+
+def test_parts_come_from_another_machine_and_what_does_not_come_is_an_error() -> None:
+    far = TensorStore.open(pool_bytes=16 << 20, listen=("127.0.0.1", 0), token=TOKEN)
+    near = TensorStore.open(pool_bytes=1 << 20, token=TOKEN)
+    source, target = (
+        filled(CpuAttention, LARGE, torch.float32, 1),
+        filled(CpuAttention, LARGE, torch.float32, 2),
+    )
+    out = KvTransfer(far, source, len(LARGE), part_bytes=1)
+    staging = out.stage({"r": SCATTERED})
+    a_pass(staging.backend, LARGE, SCATTERED)
+    taken = staging.take("r")
+    assert taken is not None and len(taken) == 5
+
+    def owned(part: KvPart, **owner: Any) -> KvPart:
+        return part._replace(
+            ref=replace(part.ref, owner=part.ref.owner._replace(machine="elsewhere", **owner))
+        )
+
+    parts = [owned(part) for part in taken]
+    KvTransfer(near, target, len(LARGE)).fetch(OTHERS, parts)
+    assert same(rows(target, len(LARGE), OTHERS), rows(source, len(LARGE), SCATTERED))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        lost = [parts[0], owned(parts[1], port=silent.getsockname()[1]), *parts[2:]]
+        with pytest.raises(TransferFailed, match=r"within 0\.1 s"):
+            KvTransfer(near, target, len(LARGE), timeout_s=0.1).fetch(OTHERS, lost)
+    out.release("r", taken)
+    with pytest.raises(StaleTensor):
+        KvTransfer(near, target, len(LARGE)).fetch(OTHERS, parts)
+    assert far.stats()["num_tensors"] == 0
+    near.close()
+    far.close()

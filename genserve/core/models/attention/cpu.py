@@ -55,12 +55,8 @@ class CpuAttention:
         return self._keys[layer], self._values[layer]
 
     def page_layout(self, layer: int) -> str:
-        heads, dims, padded = (
-            self._layers[layer].num_kv_heads,
-            self._layers[layer].head_dim,
-            self._padded_dims[layer],
-        )
-        return f"{self._dtype} keys [{heads}, {dims}, {PAGE}], values [{heads}, {PAGE}, {padded}]"
+        keys, values = (list(tensor.shape[1:]) for tensor in self.page_tensors(layer))
+        return f"{self._dtype} keys {keys} dims before tokens, values {values} tokens before dims"
 
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         item = self._dtype.itemsize

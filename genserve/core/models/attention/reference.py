@@ -46,7 +46,7 @@ class ReferenceAttention:
 
     def page_layout(self, layer: int) -> str:
         _, _, *shape = self._pages[layer].shape
-        return f"{self._pages[layer].dtype} tokens, heads, dims {shape}"
+        return f"{self._pages[layer].dtype} keys and values {shape} tokens before heads"
 
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         pages = self._pages[layer]

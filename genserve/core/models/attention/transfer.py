@@ -9,6 +9,7 @@ Pages of two backends are interchangeable if their `page_layout` is the same.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from genserve.core.errors import TensorError
+from genserve.core.errors import TensorError, TransferFailed
 from genserve.core.kv.parts import KvPart
 from genserve.core.models.attention.backend import AttentionBackend, AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
@@ -40,6 +41,8 @@ class _Draft(Protocol):
 
 class _Fetch(Protocol):
     def wait(self, timeout_s: float | None = None) -> torch.Tensor: ...
+
+    def cancel(self) -> None: ...
 
 
 class Store(Protocol):
@@ -106,12 +109,26 @@ class KvTransfer:
                 )
         if end != self._num_layers:
             raise TensorError(f"parts: {end} layers of {self._num_layers}")
-        for part in parts:
-            near = self._store.is_near(part.ref)
-            source = self._store.get(part.ref).wait(self._timeout_s)
-            self._copy(pages, part.first_layer, part.end_layer, source, out=False)
-            if near:  # it was read in place, and may have been given up meanwhile
-                self._store.check(part.ref)
+        under_way: deque[_Fetch] = deque()
+        try:
+            for at, part in enumerate(parts):
+                # One part ahead: the next comes over the network while this one is copied.
+                under_way.extend(self._store.get(each.ref) for each in parts[at + len(under_way) : at + 2])
+                self._copy(pages, part.first_layer, part.end_layer, self._arrived(under_way[0]), out=False)
+                if self._store.is_near(
+                    part.ref
+                ):  # it was read in place, and may have been given up meanwhile
+                    self._store.check(part.ref)
+                under_way.popleft()
+        finally:
+            for fetch in under_way:
+                fetch.cancel()
+
+    def _arrived(self, fetch: _Fetch) -> torch.Tensor:
+        try:
+            return fetch.wait(self._timeout_s)
+        except TimeoutError as error:
+            raise TransferFailed(f"a part of the KV did not come within {self._timeout_s} s") from error
 
     def release(self, holder: str, parts: Sequence[KvPart]) -> None:
         """`holder`'s parts, staged here, are fetched or no longer wanted."""
