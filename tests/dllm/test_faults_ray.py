@@ -166,19 +166,3 @@ def test_all_workers_lost_and_back(deployment):
     assert deployment.server.settled()
     deployment.ready()
     assert len(pools()) == 3, "the pools of the dead were removed"
-
-
-def test_workers_change_roles_leave_and_join_while_serving(deployment):
-    deployment.ready()
-    server, membership = deployment.server, deployment.membership
-    names = {worker.role: worker.name for worker in membership.workers()}
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(answers, server)
-        server.call(membership.change_role(names["colocated"], "prefill"))
-        assert running.result() == deployment.expected
-        running = thread.submit(answers, server)
-        server.call(membership.drain_worker(names["prefill"]))
-        assert running.result() == deployment.expected
-    assert sorted(worker.role for worker in membership.workers()) == ["colocated", "prefill"]
-    grown = deployment.check()
-    assert grown["num_handed_over"] > 4 and grown["num_restarts"] == 0

@@ -92,9 +92,11 @@ class WatchedActor:
                 actor.described = await _built(actor.handle.start.remote())
         except TimeoutError as error:
             actor.kill()
+            await actor.gone()
             raise ConfigError(f"the worker was not built within {limits.start_s:g} s") from error
         except BaseException:
             actor.kill()
+            await actor.gone()
             raise
         return actor
 
@@ -119,7 +121,8 @@ class WatchedActor:
         except RayTaskError as error:
             raise ActorLost(cause(error)) from error
         except RayActorError as error:
-            raise ActorLost(str(error)) from error
+            logger.debug("actor of process %s: %s", self.pid, error)
+            raise ActorLost(f"its process ({self.pid}) is gone: {str(error).partition(chr(10))[0]}") from error
         except RayError as error:  # whatever else Ray may raise: nobody may wait for ever
             raise ActorLost(f"{type(error).__name__}: {error}") from error
         finally:
@@ -135,6 +138,10 @@ class WatchedActor:
 
     def _is_near(self) -> bool:
         return self._node == str(ray.get_runtime_context().get_node_id())
+
+    def dismiss(self) -> None:
+        """End an actor that works and has nothing left to do."""
+        ray.kill(self.handle)
 
     def kill(self) -> None:
         """End its process at once, also one that is stopped."""

@@ -147,6 +147,7 @@ class RemoteController:
         self._released = released
         self._aio = asyncio.get_running_loop()
         self._actor: WatchedActor | None = None
+        self._before: WatchedActor | None = None  # killed; its process may not have ended yet
         self._retired = False
         self._bodies: list[Any] = []
         self._num_batches = 0
@@ -231,7 +232,7 @@ class RemoteController:
             error = await self._poll_until_lost(self._actor, post)
             logger.error("%s is lost: %s", self.name, error)
             self._actor.kill()
-            self._actor = None
+            self._before, self._actor = self._actor, None
             self._bodies.clear()
             self._num_batches = 0
             post(self._reply_to[0], self._lost(error))
@@ -278,20 +279,22 @@ class RemoteController:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
         actor, self._actor = self._actor, None
+        end = WatchedActor.kill
         try:
             if actor is not None:
                 async with asyncio.timeout(timeout_s):
                     await actor.handle.close.remote()
+                end = WatchedActor.dismiss
         except (RayError, TimeoutError) as error:
             logger.warning("%s did not close by itself: %s", self.name, error or "too slow")
         finally:
             if actor is not None:
-                actor.kill()
+                end(actor)
             for task in self._tasks:
                 task.cancel()
             try:
-                if actor is not None:
-                    await actor.gone()
+                for dying in filter(None, (self._before, actor)):
+                    await dying.gone()
             finally:
                 self._released()
 

@@ -9,6 +9,7 @@ nothing of slots: who writes the table of generations, and when, is `slots`' bus
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -106,6 +107,35 @@ def _remove_if_dead(path: Path) -> bool:
         os.close(fd)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie one after the other in this process's memory, as a pool has them."""
+    return tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def copy_bytes(target: int, source: int, num_bytes: int) -> None:
+    """Between addresses, without the interpreter's lock; up to a third faster than `Tensor.copy_`."""
+    ctypes.memmove(target, source, num_bytes)
+
+
+class PoolBytes:
+    """A pool's memory, and the tensors that lie in it."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.start = data.data_ptr()
+        typed = {name: data.view(dtype) for name, dtype in DTYPES.items()}
+        # Making a tensor for every call costs microseconds: of these, only a view is made.
+        self._typed = {name: (all_, all_.storage_offset(), all_.itemsize) for name, all_ in typed.items()}
+
+    def tensor_at(self, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """Contiguous; not checked: `offset` in bytes, aligned, and all of it within the pool."""
+        typed, start, item = self._typed[dtype]
+        strides = [1] * len(shape)
+        for axis in range(len(shape) - 1, 0, -1):
+            strides[axis - 1] = strides[axis] * (shape[axis] or 1)
+        return torch.as_strided(typed, shape, strides, start + offset // item)
+
+
 class OwnedPool:
     """A pool of this process. The file goes with `close`, or at the next start of anyone here after a crash."""
 
@@ -116,8 +146,8 @@ class OwnedPool:
         # Outside of inference mode, whose tensors couldn't be written to later.
         with torch.inference_mode(False):
             whole = torch.from_file(str(path), shared=True, size=start + pool_bytes, dtype=torch.uint8)
-            self.data = _typed(whole[start:])
-        self.bytes = self.data["uint8"].numpy().data
+            self.memory = PoolBytes(whole[start:])
+        self.bytes = self.memory.data.numpy().data
         self._header = whole[:_PAGE].numpy().data
         _HEADER.pack_into(self._header, 0, _MAGIC, epoch, pool_bytes)
         self.generations = whole[_PAGE:start].numpy().data.cast("Q")
@@ -198,7 +228,7 @@ class PeerPool:
         self.generations = memoryview(mapped)[_PAGE:start].cast("Q")
         with warnings.catch_warnings(), torch.inference_mode(False):
             warnings.filterwarnings("ignore", "The given buffer is not writable")
-            self.data = _typed(torch.frombuffer(mapped, dtype=torch.uint8, offset=start))
+            self.memory = PoolBytes(torch.frombuffer(mapped, dtype=torch.uint8, offset=start))
 
     @property
     def epoch(self) -> int:
@@ -206,7 +236,7 @@ class PeerPool:
 
     def is_alive(self) -> bool:
         """Whether the owner still holds its lock and hasn't closed."""
-        if not self.epoch:
+        if not self._header[_EPOCH_AT // 8]:
             return False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -227,8 +257,3 @@ def _is_same_file(path: Path, fd: int) -> bool:
     except FileNotFoundError:
         return False
     return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
-
-
-def _typed(data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same bytes as each dtype; slices of these are what everyone sees."""
-    return {name: data.view(dtype) for name, dtype in DTYPES.items()}

@@ -16,12 +16,21 @@ import torch
 
 from genserve.core.errors import ConfigError, TensorError
 from genserve.core.tensors.fetch import Fetch
-from genserve.core.tensors.pool_file import DTYPES, Directories, OwnedPool, remove_leftovers
+from genserve.core.tensors.pool_file import (
+    DTYPES,
+    Directories,
+    OwnedPool,
+    copy_bytes,
+    is_plain,
+    remove_leftovers,
+)
 from genserve.core.tensors.ref import StoreAddress, TensorRef
 from genserve.core.tensors.slots import Slot
 from genserve.core.tensors.transports import Transport, devices, way_to
 from genserve.core.tensors.transports.local import Local
 from genserve.core.tensors.transports.shm import SharedMemory
+from genserve.core.tensors.transports.tcp import Tcp
+from genserve.core.tensors.transports.tcp_server import TcpServer
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -43,11 +52,7 @@ class Draft:
 
     def seal(self) -> TensorRef:
         """The tensor is complete and immutable. If all holders were dropped meanwhile, it is stale already."""
-        store, slot = self._store, self._slot
-        generation = store._local.seal(slot)
-        return TensorRef(
-            "shm", store.address, store.epoch, generation, slot.offset, slot.nbytes, self._shape, self._dtype
-        )
+        return self._store._seal(self._slot, self._shape, self._dtype)
 
     def abandon(self) -> None:
         self._store._local.abandon(self._slot)
@@ -67,13 +72,17 @@ class TensorStore:
     others read.
     """
 
-    def __init__(self, local: Local, directories: Directories) -> None:
+    def __init__(
+        self, local: Local, address: StoreAddress, others: dict[str, Transport], server: TcpServer | None
+    ) -> None:
         """Use `open`."""
         self._local = local
         self.epoch = local.pool.epoch
-        self._address = StoreAddress(local.pool.name, directories.machine())
-        self._transports: dict[str, Transport] = {"local": local, "shm": SharedMemory(directories)}
-        self._close = weakref.finalize(self, _close_all, os.getpid(), self._transports)
+        self._address = address
+        self._transports: dict[str, Transport] = {"local": local, **others}
+        self._server = server
+        parts = [part for part in (server, *others.values(), local) if part is not None]
+        self._close = weakref.finalize(self, _close_all, os.getpid(), parts)
         _OPEN.add(self)
 
     @staticmethod
@@ -97,8 +106,18 @@ class TensorStore:
         if listen is not None and not token:
             raise ConfigError("token: a store that listens needs the cluster's token")
         remove_leftovers(directory)
+        directories = Directories.of(directory)
         local = Local(OwnedPool.create(pool_bytes, directory))
-        return TensorStore(local, Directories.of(directory))
+        address = StoreAddress(local.pool.name, directories.machine())
+        server = None
+        if listen is not None:
+            try:
+                server = TcpServer(listen, token, local.read)
+            except ConfigError:
+                local.close()
+                raise
+            address = address._replace(host=listen[0], port=server.port)
+        return TensorStore(local, address, {"shm": SharedMemory(directories), "tcp": Tcp(token)}, server)
 
     @property
     def address(self) -> StoreAddress:
@@ -106,24 +125,30 @@ class TensorStore:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, holders: Iterable[str]) -> Draft:
         """Room for a tensor, to be written in place. Raises `StoreFull`."""
-        name = _NAMES.get(dtype)
-        if name is None:
-            raise TensorError(f"dtype: no tensors of {dtype}; there are: {', '.join(DTYPES)}")
+        name = _name_of(dtype)
         shape = tuple(shape)
-        nbytes = math.prod(shape) * dtype.itemsize
-        return Draft(self, self._local.allocate(nbytes, holders), shape, name)
+        slot = self._local.allocate(math.prod(shape) * dtype.itemsize, holders)
+        return Draft(self, slot, shape, name)
 
     def put(self, tensor: torch.Tensor, holders: Iterable[str]) -> TensorRef:
-        """Copy `tensor` into the pool. It is immutable from now on, and stays until no holder is left."""
-        if tensor.layout != torch.strided or tensor.is_meta:
+        """Copy `tensor` into the pool. It is immutable from now on, and stays until no holder is left.
+
+        Any strides and any device; with gradients, the values only.
+        """
+        plain = is_plain(tensor)
+        if not plain and (tensor.layout is not torch.strided or tensor.is_meta):
             raise TensorError("tensor: it has no plain memory (sparse, or on the meta device)")
-        draft = self.allocate(tensor.shape, tensor.dtype, holders)
+        name, shape, local = _name_of(tensor.dtype), tuple(tensor.shape), self._local
+        slot = local.allocate(tensor.nbytes, holders)
         try:
-            draft.tensor.copy_(tensor.detach())
+            if plain:
+                copy_bytes(local.pool.memory.start + slot.offset, tensor.data_ptr(), slot.nbytes)
+            else:
+                local.writable(slot, shape, name).copy_(tensor.detach())
+            return self._seal(slot, shape, name)
         except BaseException:
-            draft.abandon()
+            local.abandon(slot)
             raise
-        return draft.seal()
 
     def view(self, ref: TensorRef) -> torch.Tensor:
         """Zero-copy and read-only, of this process or this machine. Not to be used after the last
@@ -167,6 +192,10 @@ class TensorStore:
         """Remove the pool; references to it are stale everywhere. Views that are in use stay readable."""
         self._close()
 
+    def _seal(self, slot: Slot, shape: tuple[int, ...], dtype: str) -> TensorRef:
+        generation = self._local.seal(slot)
+        return TensorRef("shm", self._address, self.epoch, generation, slot.offset, slot.nbytes, shape, dtype)
+
     def _transport(self, ref: TensorRef) -> Transport:
         self._local.ensure_usable()
         ref.check()
@@ -178,12 +207,21 @@ class TensorStore:
     def _disown(self) -> None:
         self._close.detach()
         self._local.disown()
+        if self._server is not None:
+            self._server.disown()
 
 
-def _close_all(pid: int, transports: dict[str, Transport]) -> None:
+def _name_of(dtype: torch.dtype) -> str:
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise TensorError(f"dtype: no tensors of {dtype}; there are: {', '.join(DTYPES)}")
+    return name
+
+
+def _close_all(pid: int, parts: Iterable[Transport | TcpServer]) -> None:
     if os.getpid() == pid:
-        for transport in transports.values():
-            transport.close()
+        for part in parts:
+            part.close()
 
 
 _OPEN: weakref.WeakSet[TensorStore] = weakref.WeakSet()

@@ -77,12 +77,12 @@ def connect(directory: Path, open_store, new_peer) -> Callable[[str], Ends]:
     return connected
 
 
-@pytest.fixture(params=["local", "shm"])
+@pytest.fixture(params=["local", "shm", "tcp"])
 def ends(request: pytest.FixtureRequest, connect) -> Ends:
     return connect(request.param)
 
 
-@pytest.fixture(params=["shm"])
+@pytest.fixture(params=["shm", "tcp"])
 def apart(request: pytest.FixtureRequest, connect) -> Ends:
     """Two processes."""
     return connect(request.param)

@@ -9,10 +9,10 @@ import torch
 
 from genserve.core.errors import StaleTensor, TensorError
 from genserve.core.tensors.fetch import Fetch
-from genserve.core.tensors.pool_file import DTYPES, OwnedPool, PeerPool
+from genserve.core.tensors.pool_file import OwnedPool, PeerPool
 from genserve.core.tensors.ref import TensorRef
 from genserve.core.tensors.slots import Slot, Slots
-from genserve.core.tensors.transports.shm import fetch_near, tensor_in
+from genserve.core.tensors.transports.shm import fetch_near
 
 
 class Local:
@@ -53,25 +53,19 @@ class Local:
             return self._slots.stats()
 
     def writable(self, slot: Slot, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        item = DTYPES[dtype].itemsize
-        first = slot.offset // item
-        return self.pool.data[dtype][first : first + slot.nbytes // item].view(shape)
+        return self.pool.memory.tensor_at(slot.offset, shape, dtype)
 
     def read(self, name: str, epoch: int, generation: int, offset: int, nbytes: int) -> memoryview:
         """The bytes of a sealed tensor, for the server. Raises `StaleTensor`."""
-        with self._lock:
-            self.ensure_usable()
-            if name != self.pool.name or epoch != self.pool.epoch:
-                raise StaleTensor("the tensor's owner has gone; another store answers in its place")
-            self._slots.find(offset, generation, nbytes)
+        self._ensure_there(name, epoch, generation, offset, nbytes)
         return self.pool.bytes[offset : offset + nbytes]
 
     def check(self, ref: TensorRef) -> None:
-        self.read(ref.owner.name, ref.epoch, ref.generation, ref.offset, ref.nbytes)
+        self._ensure_there(ref.owner.name, ref.epoch, ref.generation, ref.offset, ref.nbytes)
 
     def view(self, ref: TensorRef) -> torch.Tensor:
         self.check(ref)
-        return tensor_in(self._readable, ref)
+        return self._readable.memory.tensor_at(ref.offset, ref.shape, ref.dtype)
 
     def get(self, ref: TensorRef, out: torch.Tensor | None) -> Fetch:
         return fetch_near(self, ref, out)
@@ -95,3 +89,10 @@ class Local:
         with self._lock:
             self.disable("this store is closed")
             self.pool.close()
+
+    def _ensure_there(self, name: str, epoch: int, generation: int, offset: int, nbytes: int) -> None:
+        with self._lock:
+            self.ensure_usable()
+            if name != self.pool.name or epoch != self.pool.epoch:
+                raise StaleTensor("the tensor's owner has gone; another store answers in its place")
+            self._slots.find(offset, generation, nbytes)

@@ -9,16 +9,10 @@ import torch
 from genserve.core.errors import StaleTensor, TensorError
 from genserve.core.tensors.allocator import ALIGNMENT
 from genserve.core.tensors.fetch import Fetch, Finished
-from genserve.core.tensors.pool_file import DTYPES, Directories, PeerPool
+from genserve.core.tensors.pool_file import Directories, PeerPool, copy_bytes, is_plain
 from genserve.core.tensors.ref import TensorRef
 from genserve.core.tensors.slots import units_of
 from genserve.core.tensors.transports import Transport
-
-
-def tensor_in(pool: PeerPool, ref: TensorRef) -> torch.Tensor:
-    item = DTYPES[ref.dtype].itemsize
-    first = ref.offset // item
-    return pool.data[ref.dtype][first : first + ref.nbytes // item].view(ref.shape)
 
 
 def fetch_near(transport: Transport, ref: TensorRef, out: torch.Tensor | None) -> Fetch:
@@ -27,8 +21,11 @@ def fetch_near(transport: Transport, ref: TensorRef, out: torch.Tensor | None) -
         tensor = transport.view(ref)
         if out is None:
             return Finished(tensor)
-        with torch.no_grad():
-            out.copy_(tensor)
+        if is_plain(out):
+            copy_bytes(out.data_ptr(), tensor.data_ptr(), ref.nbytes)
+        else:
+            with torch.no_grad():
+                out.copy_(tensor)
         transport.check(ref)
         return Finished(out)
     except TensorError as error:
@@ -47,7 +44,7 @@ class SharedMemory:
         self._checked(ref)
 
     def view(self, ref: TensorRef) -> torch.Tensor:
-        return tensor_in(self._checked(ref), ref)
+        return self._checked(ref).memory.tensor_at(ref.offset, ref.shape, ref.dtype)
 
     def get(self, ref: TensorRef, out: torch.Tensor | None) -> Fetch:
         return fetch_near(self, ref, out)
@@ -57,10 +54,11 @@ class SharedMemory:
             self._peers.clear()
 
     def _checked(self, ref: TensorRef) -> PeerPool:
-        pool = self._pool(ref.owner.name)
+        name = ref.owner.name
+        pool = self._peers.get(name) or self._mapped(name)
         if pool.epoch != ref.epoch or not pool.is_alive():
             with self._lock:
-                self._peers.pop(ref.owner.name, None)
+                self._peers.pop(name, None)
             raise StaleTensor("the tensor's owner is gone")
         first, last = units_of(ref.offset, ref.nbytes)
         if (
@@ -73,7 +71,7 @@ class SharedMemory:
             raise StaleTensor("the tensor was released, and its memory may have been reused")
         return pool
 
-    def _pool(self, name: str) -> PeerPool:
+    def _mapped(self, name: str) -> PeerPool:
         with self._lock:
             if (pool := self._peers.get(name)) is not None:
                 return pool
