@@ -15,6 +15,8 @@ from genserve.core.models.attention.transfer import KvTransfer
 from genserve.core.tensors.store import TensorStore
 from genserve.dllm.cache import LASTING
 from genserve.dllm.models.interface import LoadedDiffusionModel
+from genserve.dllm.models.registry import load_diffusion_model
+from genserve.dllm.models.tiny import write_tiny
 from genserve.dllm.request import DiffusionParams, Unmasking
 from genserve.dllm.step import FETCH, RELEASE, STEP, Admit, FetchArgs, Handover, Pass, ReleaseArgs, StepArgs
 from genserve.dllm.worker import DllmWorker
@@ -108,6 +110,17 @@ def test_handed_over_requests_commit_the_same(models, store, name, requests) -> 
     for request in together:
         alone = replace(request)
         run(models(name), [alone])
+        assert request.trace == alone.trace
+
+
+def test_a_model_whose_head_dims_are_padded_too(store, tmp_path) -> None:
+    folder = write_tiny("sdar", tmp_path / "sdar", num_key_value_heads=1, head_dim=24)
+    loaded = load_diffusion_model(str(folder))
+    requests = [replace(request, starts_at=0) for request in BLOCK_RAGGED]
+    assert play(loaded, requests, store) >= len(requests)
+    for request in requests:
+        alone = replace(request)
+        run(loaded, [alone])
         assert request.trace == alone.trace
 
 
