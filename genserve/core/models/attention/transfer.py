@@ -288,6 +288,9 @@ class _Watched:
     def page_tensors(self, layer: int) -> Sequence[torch.Tensor]:
         return self._backend.page_tensors(layer)
 
+    def page_layout(self, layer: int) -> str:
+        return self._backend.page_layout(layer)
+
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         self._backend.write(layer, key_THD, value_THD, batch)
         self._written(layer)
