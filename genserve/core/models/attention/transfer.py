@@ -119,9 +119,8 @@ class KvTransfer:
                 # One part ahead: the next comes over the network while this one is copied.
                 under_way.extend(self._store.get(each.ref) for each in parts[at + len(under_way) : at + 2])
                 self._copy(pages, part.first_layer, part.end_layer, self._arrived(under_way[0]), out=False)
-                if self._store.is_near(
-                    part.ref
-                ):  # it was read in place, and may have been given up meanwhile
+                # Near parts were read in place, and may have been given up meanwhile.
+                if self._store.is_near(part.ref):
                     self._store.check(part.ref)
                 under_way.popleft()
         finally:
@@ -132,7 +131,7 @@ class KvTransfer:
         try:
             return fetch.wait(self._timeout_s)
         except TimeoutError as error:
-            raise TransferFailed(f"a part of the KV did not come within {self._timeout_s} s") from error
+            raise TransferFailed(f"nothing came for {self._timeout_s:g} s") from error
 
     def release(self, holder: str, parts: Sequence[KvPart]) -> None:
         """`holder`'s parts, staged here, are fetched or no longer wanted."""
@@ -175,7 +174,8 @@ def _done(gather: Callable[[], None]) -> Future[None]:
     """`gather`, called at once."""
     future: Future[None] = Future()
     try:
-        future.set_result(gather())
+        gather()
+        future.set_result(None)
     except Exception as error:
         future.set_exception(error)
     return future
