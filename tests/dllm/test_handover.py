@@ -21,7 +21,7 @@ from genserve.dllm.request import DiffusionParams, Unmasking
 from genserve.dllm.step import FETCH, RELEASE, STEP, Admit, FetchArgs, Handover, Pass, ReleaseArgs, StepArgs
 from genserve.dllm.worker import DllmWorker
 
-from .test_worker import BLOCK_RAGGED, PAGES, RAGGED, Request, drawn, models, run
+from .test_worker import BLOCK_RAGGED, PAGES, RAGGED, Request, drawn, drive, models, run
 
 __all__ = ["models"]
 
@@ -144,10 +144,18 @@ def test_a_full_store_costs_the_handover_and_nothing_else(models) -> None:
     loaded = models("llada-a")
     with_room = TensorStore.open(pool_bytes=1 << 20)
     too_small = TensorStore.open(pool_bytes=4096)
-    kept, lost = prefilled(Node(loaded, with_room, 0), loaded), prefilled(Node(loaded, too_small, 0), loaded)
+    full = Node(loaded, too_small, 0)
+    kept, lost = prefilled(Node(loaded, with_room, 0), loaded), prefilled(full, loaded)
     assert kept.handover is not None and lost.handover is None
     assert lost.commits == kept.commits and lost.error is None
     assert too_small.stats()["num_tensors"] == 0
+    # It begins its block again, there or elsewhere.
+    again, alone = (Request(DiffusionParams(cache="dual", block_length=8)) for _ in range(2))
+    again.begin(0, loaded)
+    full.step([], [], freed=(0,))
+    drive(full.worker, [again])
+    run(loaded, [alone])
+    assert again.trace == alone.trace
     with_room.close()
     too_small.close()
 
