@@ -11,7 +11,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from genserve import __version__, cli_bench, cli_offline, cli_serve, cli_simulate, cli_text, cli_workers
+from genserve import (
+    __version__,
+    cli_bench,
+    cli_offline,
+    cli_plan,
+    cli_serve,
+    cli_simulate,
+    cli_text,
+    cli_workers,
+)
 from genserve import cli_options as opt
 from genserve.core.errors import ConfigError, GenserveError, InvalidRequest, ModelNotFound
 
@@ -60,6 +69,7 @@ app.command("chat")(cli_text.chat)
 cli_bench.app.command("offline")(cli_offline.offline)
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_simulate.app, name="simulate")
+app.add_typer(cli_plan.app, name="plan")
 app.add_typer(cli_workers.app, name="workers")
 
 

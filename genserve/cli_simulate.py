@@ -194,46 +194,31 @@ def simulate_dllm(
     """
     from typing import get_args
 
-    from genserve.core.errors import ConfigError
-    from genserve.core.kv.blocks import PAGE_TOKENS
     from genserve.core.metrics.summary import SLO, summarize
-    from genserve.core.workload.presets import open_workload
-    from genserve.dllm.cost import MODELS, open_cost
-    from genserve.dllm.limits import EngineLimits
-    from genserve.dllm.request import DiffusionParams
     from genserve.dllm.routing import Routing
-    from genserve.dllm.simulate import Denoising, mean_breakdown, simulate
+    from genserve.dllm.scenario import check_choice, open_scenario
+    from genserve.dllm.simulate import mean_breakdown, simulate
 
-    choices = {
-        "policy": (policy, ("signed", "paper")),
-        "routing": (routing, get_args(Routing)),
-        "cache": (cache, ("none", "prefix", "dual", "dkv", "block")),
-    }
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ConfigError(f"{name}: no {value!r}; there are: {', '.join(known)}")
-    cost = open_cost(model, hardware, profiles)
-    shape = MODELS[model]
-    limits_s = SLO.parse(slo) if slo else None
-    masks = num_masks or (512 if workload == "sangam-arxiv" else 1024)
-    context_tokens = max(shape.context_tokens, 2 * masks)
-    num_pages = cost.kv_pool_tokens // PAGE_TOKENS
-    limits = EngineLimits(
-        num_pages,
-        context_tokens,
-        max_running,
-        budget_tokens,
-        policy,  # type: ignore[arg-type]
-        shifted=shape.shifted,
+    check_choice("routing", routing, get_args(Routing))
+    scenario = open_scenario(
+        workload,
+        num_requests,
+        seed,
+        model=model,
+        hardware=hardware,
+        profiles=profiles,
+        max_running=max_running,
+        budget_tokens=budget_tokens,
+        policy=policy,
         prefill_tokens=prefill_tokens,
+        cache=cache,
+        block_length=block_length,
+        tokens_per_pass=tokens_per_pass,
+        num_masks=num_masks,
     )
-    params = DiffusionParams(cache=cache, block_length=block_length)  # type: ignore[arg-type]
-    denoising = Denoising() if tokens_per_pass is None else Denoising(tokens_per_pass)
-    wanted = open_workload(workload, num_requests, seed)
-    most = context_tokens - masks
-    requests = wanted.clip_lengths(most, masks)
-    num_cut = sum(a != b for a, b in zip(wanted.requests, requests.requests, strict=True))
-    fitted = {"num_requests": len(wanted.requests), "num_cut": num_cut, "max_prompt_tokens": most}
+    limits_s = SLO.parse(slo) if slo else None
+    requests, masks, most = scenario.workload, scenario.num_masks, scenario.max_prompt_tokens
+    fitted = {"num_requests": len(requests.requests), "num_cut": scenario.num_cut, "max_prompt_tokens": most}
     fitted["max_output_tokens"] = masks
     rows: list[tuple[str, Summary]] = []
     runs: dict[str, tuple[Timeline, ...]] = {}
@@ -245,13 +230,13 @@ def simulate_dllm(
         start_s = time.perf_counter()
         result = simulate(
             offered,
-            limits,
-            cost,
+            scenario.limits,
+            scenario.cost,
             num_workers,
             routing,  # type: ignore[arg-type]
-            params,
+            scenario.params,
             masks,
-            denoising,
+            scenario.denoising,
             num_prefill_workers=num_prefill_workers,
             overflow_tokens=overflow_tokens or None,
         )

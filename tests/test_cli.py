@@ -155,6 +155,17 @@ def test_the_schema_describes_every_key():
         (["simulate", "dllm", "--model", "gpt-5"], "there are: llada-8b"),
         (["simulate", "dllm", "--policy", "greedy"], "policy: no 'greedy'"),
         (["simulate", "dllm", "--profiles", "/nowhere"], "profiles: no gemm table"),
+        (["simulate", "dllm", "--routing", "random"], "routing: no 'random'"),
+        (["plan", "dllm", "--rate", "0"], "rate: must be above 0"),
+        (["plan", "dllm", "--rate", "1", "--objective", "cost"], "objective: no 'cost'"),
+        (["plan", "dllm", "--rate", "1", "--objective", "goodput"], "objective: goodput needs an slo"),
+        (
+            ["plan", "dllm", "--rate", "1", "--num-prefill-workers", "8"],
+            "num_prefill_workers: 8 of 8 workers",
+        ),
+        (["plan", "dllm", "--rate", "1", "--budget-tokens", "0"], "budget_tokens: expected whole numbers"),
+        (["plan", "dllm", "--rate", "1", "--overflow-tokens", "much"], "overflow_tokens: expected whole"),
+        (["plan", "dllm", "--rate", "1", "--cache", "some"], "cache: no 'some'"),
         (["bench", "offline", "--workload", "nope"], "workload: 'nope'"),
     ],
 )
@@ -245,6 +256,30 @@ def test_simulate_diffusion(tmp_path):
     parts = ("queue_s", "prefill_s", "decode_s")
     assert sum(slow["breakdown"][part] for part in parts) == pytest.approx(slow["breakdown"]["e2e_s"])
     assert (tmp_path / "sweep.png").exists()
+
+
+def test_plan_ranks_and_tells_what_to_configure():
+    options = [
+        "plan",
+        "dllm",
+        "--workload",
+        "tiny",
+        "--num-requests",
+        "20",
+        "--rate",
+        "9",
+        "--num-workers",
+        "2",
+    ]
+    options += ["--budget-tokens", "512", "--overflow-tokens", "2048,0", "--slo", "e2e=2"]
+    result = cli(*options)
+    assert "3 of 3: 1 of 2 prefill, no overflow, 20 requests" in result.stderr
+    told = json.loads(cli(*options, "--json").stdout)
+    ranked = [(each["num_prefill_workers"], each["mode"]) for each in told["ranked"]]
+    assert sorted(ranked) == [(0, "colocated"), (1, "disaggregated"), (1, "hybrid")]
+    for key, value in told["config"].items():
+        assert f"{key}: {value}\n" in result.stdout
+    assert max(map(len, CliRunner().invoke(app, options, env={"COLUMNS": "80"}).stdout.splitlines())) <= 80
 
 
 def test_simulate_tells_how_many_requests_were_cut():

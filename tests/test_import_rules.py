@@ -40,6 +40,7 @@ POLICIES = (
     *("ar.engine", "ar.step", "ar.cost", "ar.simulate"),
     *("dllm.request", "dllm.canvas", "dllm.step", "dllm.messages", "dllm.cache", "dllm.budget"),
     *("dllm.routing", "dllm.engine", "dllm.dispatcher", "dllm.cost", "dllm.simulate"),
+    *("dllm.scenario", "dllm.plan"),
 )
 IMPURE = ("torch", "ray", "asyncio", "time", "transformers", "random", "threading", "fastapi", "uvicorn")
 HEAVY = ("torch", "ray", "transformers", "fastapi", "uvicorn", "numpy", "matplotlib", "xgrammar", "numba")

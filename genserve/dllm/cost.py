@@ -97,12 +97,14 @@ class Calibration:
 
     slowdown  of all time that grows with a step's rows; reading the weights is not slowed.
     step_overhead_s  what a step takes besides its kernels.
+    pass_overhead_s  what each request in a step adds besides its rows.
     link_efficiency  of the link's rate, when KV moves.
     transfer_overhead_s  what moving a request's KV takes besides its bytes.
     """
 
     slowdown: float = 1.85
     step_overhead_s: float = 2.5e-3
+    pass_overhead_s: float = 0.0
     link_efficiency: float = 0.6
     transfer_overhead_s: float = 5e-3
 
@@ -273,7 +275,8 @@ class StepCost:
             + num_rows * self._row_s
             - floor_s
         )
-        return self._calibration.step_overhead_s + floor_s + grows_s * self._calibration.slowdown
+        overhead_s = self._calibration.step_overhead_s + len(args.passes) * self._calibration.pass_overhead_s
+        return overhead_s + floor_s + grows_s * self._calibration.slowdown
 
     def _attention_s(self, rows: int, context: int) -> float:
         found = self._attention.get((rows, context))

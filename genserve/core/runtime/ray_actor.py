@@ -122,7 +122,9 @@ class WatchedActor:
             raise ActorLost(cause(error)) from error
         except RayActorError as error:
             logger.debug("actor of process %s: %s", self.pid, error)
-            raise ActorLost(f"its process ({self.pid}) is gone: {str(error).partition(chr(10))[0]}") from error
+            raise ActorLost(
+                f"its process ({self.pid}) is gone: {str(error).partition(chr(10))[0]}"
+            ) from error
         except RayError as error:  # whatever else Ray may raise: nobody may wait for ever
             raise ActorLost(f"{type(error).__name__}: {error}") from error
         finally:
