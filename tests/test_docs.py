@@ -79,9 +79,9 @@ def test_the_example_script_runs(tiny, capsys):
 
 
 def test_the_configuration_example_is_valid():
-    (text,) = blocks("yaml")
-    config = ServerConfig.model_validate(yaml.safe_load(text))
-    assert [model.name or model.model for model in config.models] == ["smollm2", "mine"]
+    configs = [ServerConfig.model_validate(yaml.safe_load(text)) for text in blocks("yaml")]
+    assert [model.name or model.model for model in configs[0].models] == ["smollm2", "mine"]
+    assert configs[1].models[0].num_prefill_workers == 5
 
 
 def test_the_example_server_serves_and_stops(tiny):
