@@ -163,9 +163,6 @@ class Dispatcher:
             pool = limits.num_pages * limits.page_tokens
             each = " twice" if params.cfg_scale > 0 else ""
             return f"{length} tokens{each} exceed the KV pool of {pool} tokens"
-        if self.pool.hands_over and limits.staged_pages_for(length, params) > limits.staging_pages:
-            pool = limits.staging_pages * limits.page_tokens
-            return f"{length} tokens exceed the transfer pool of {pool} tokens"
         return None
 
     def _on_report(self, report: Report, now: float) -> None:
@@ -221,6 +218,7 @@ class Dispatcher:
             canvas.fill_after_stop(self.limits.fill_token_id)
         if ended == "transfer":
             request.engine = None
+            request.stays_whole = True
             self.pool.forget_source(request)
             self._begin_again(request, progress.error or "", now)
             return

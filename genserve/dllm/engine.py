@@ -88,7 +88,10 @@ class Engine:
             else:
                 raise TypeError(f"engine got a message it does not know: {type(event.body).__name__}")
         elif isinstance(event, Failed):
-            if event.lane == self.lane or event.lost:
+            if event.lost:
+                # An engine lives in its device's process and is lost with it: nobody would be told here.
+                raise TypeError(f"lane {event.lane} of {self.name} can't be lost alone")
+            if event.lane == self.lane:
                 self._on_failed(event)
             else:
                 self._on_link(self.exchange.ended(event.run_id), event.error, now)
@@ -239,7 +242,7 @@ class Engine:
         flight, self._flight = self._flight or [], None
         for request in flight:
             request.in_flight = False
-        for request in list(self._requests.values()) if event.lost else flight:
+        for request in flight:
             if request.cancelled:
                 self._end(request, "cancelled")
             else:

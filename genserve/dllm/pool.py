@@ -11,6 +11,10 @@ same threshold prefills and decodes; else it waits, and all behind it. An `overl
 never overflows: static disaggregation. Only requests whose KV dies with their block come back to be
 routed; KV never moves at a block's end.
 Deviation: if one of the two pools has nobody left, the engines of the other do both.
+Deviation: a request whose KV could not be handed over, or is more than a worker may keep for others, is
+    prefilled where it decodes, whatever the threshold.
+Deviation: "free KV" of a prefill worker is room to keep the KV until it is fetched; its own pages are
+    taken by prefills of a step only, which wait at the worker.
 """
 
 from __future__ import annotations
@@ -213,15 +217,19 @@ class Pool:
         limits, params = self.limits, request.params
         num_pages, num_tokens = self._num_pages(request), self._num_tokens(request)
         num_staged = limits.staged_pages_for(len(request.canvas), params)
-        views = [engine.staging_view(num_staged, limits) for engine in prefillers]
-        chosen = self._least_loaded(views)
+        chosen = None
+        if not request.stays_whole:
+            views = [engine.staging_view(num_staged, limits) for engine in prefillers]
+            chosen = self._least_loaded(views)
         if chosen is not None:
             held = Held(request, num_pages, num_tokens, num_staged)
             self._assign(request, prefillers[chosen], held, now, hand_over=True)
             return True
-        if not self._may_overflow or self._prefilled:
+        never_fits = request.stays_whole or num_staged > limits.staging_pages
+        if not (self._may_overflow or never_fits) or self._prefilled:
             return False
-        chosen = self._least_loaded([engine.reserving_view(num_pages, limits) for engine in others])
+        views = [engine.reserving_view(num_pages, limits) for engine in others]
+        chosen = self._least_loaded(views) if not never_fits else least_loaded(views, self._last)
         if chosen is None:
             return False
         self.num_overflows += 1

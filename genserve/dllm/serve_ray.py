@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from genserve.core.errors import ConfigError
 from genserve.core.metrics.recorder import Recorder
@@ -26,6 +26,7 @@ from genserve.dllm.messages import (
     EngineBack,
     EngineJoined,
     EngineLost,
+    Role,
     RoleChanged,
 )
 from genserve.dllm.pool import engine_roles
@@ -75,8 +76,10 @@ async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[LocalEng
 
     ensure_ray(config.ray_address)
     placing = _placing(config)
-    token = secrets.token_hex(32) if num_nodes() > 1 else None
     hands_over = config.hands_over
+    # Also on one machine if others may join later: a worker that is added there must reach the rest.
+    may_grow = num_nodes() > 1 or config.ray_address is not None
+    token = secrets.token_hex(32) if hands_over and may_grow else None
 
     async def start(members: Sequence[tuple[str, str]]) -> Sequence[RemoteController]:
         specs = [
@@ -110,20 +113,24 @@ async def start_remote(config: DllmConfig, recorder: Recorder) -> tuple[LocalEng
         list(engine_roles(config.num_workers, config.num_prefill_workers).values())
     )
     described: Described = remotes[0].described
-    dispatcher = make_dispatcher(config, described, recorder)
-    engine = LocalEngine(
-        described.info,
-        dispatcher,
-        {},
-        entry=DISPATCHER,
-        membership=membership,
-        figures=partial(figures, dispatcher),
-    )
+    try:
+        dispatcher = make_dispatcher(config, described, recorder)
+        engine = LocalEngine(
+            described.info,
+            dispatcher,
+            {},
+            entry=DISPATCHER,
+            membership=membership,
+            figures=partial(figures, dispatcher),
+        )
+    except BaseException:
+        await asyncio.gather(*(remote.aclose() for remote in remotes))
+        raise
     return engine, described
 
 
-def _role(role: str) -> Any:
-    return role  # the membership has checked it
+def _role(role: str) -> Role:
+    return cast(Role, role)  # the membership has checked it
 
 
 def _answered(body: Any) -> tuple[str, str | None]:

@@ -24,6 +24,7 @@ class TrackedRequest:
 
     key        of its assignment to `engine`: another one each time, so that late reports of an earlier
                assignment mean nothing.
+    stays_whole  it could not be handed over once: whoever prefills its blocks decodes them too.
     source     the engine that keeps `handed`'s KV, under `source_key`, until it has been fetched.
     """
 
@@ -54,6 +55,7 @@ class TrackedRequest:
         "sampling",
         "source",
         "source_key",
+        "stays_whole",
         "tag",
         "told_first",
         "waited_s",
@@ -87,7 +89,7 @@ class TrackedRequest:
         self.num_cached = 0
         self.num_restarts = 0
         self.num_told = 0
-        self.told_first = self.has_committed = False
+        self.told_first = self.has_committed = self.stays_whole = False
 
     def __lt__(self, other: TrackedRequest) -> bool:
         return self.order < other.order

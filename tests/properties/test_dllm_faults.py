@@ -5,6 +5,8 @@ Whatever happens, every request is answered exactly once, with the tokens of an 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 from hypothesis import event, given, settings
 
@@ -127,6 +129,7 @@ def test_every_request_is_answered_once_and_as_undisturbed(data, limits, posts, 
         for index in range(num_engines)
     }
     overload_tokens = data.draw(st.sampled_from([None, 1, 30, 100, 10_000]))
+    limits = replace(limits, num_staging_pages=data.draw(st.sampled_from([0, 0, 2, 4, 8])))
     deployment = Deployment(limits, roles, overload_tokens)
     for at_s, body in posts:
         deployment.simulator.post("dispatcher", body, at_s)

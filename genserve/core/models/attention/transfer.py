@@ -9,6 +9,7 @@ Pages of two backends are interchangeable if their `page_layout` is the same.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,11 +115,14 @@ class KvTransfer:
         if end != self._num_layers:
             raise TensorError(f"parts: {end} layers of {self._num_layers}")
         under_way: deque[_Fetch] = deque()
+        end_s = time.monotonic() + self._timeout_s
         try:
             for at, part in enumerate(parts):
                 # One part ahead: the next comes over the network while this one is copied.
                 under_way.extend(self._store.get(each.ref) for each in parts[at + len(under_way) : at + 2])
-                self._copy(pages, part.first_layer, part.end_layer, self._arrived(under_way[0]), out=False)
+                self._copy(
+                    pages, part.first_layer, part.end_layer, self._arrived(under_way[0], end_s), out=False
+                )
                 # Near parts were read in place, and may have been given up meanwhile.
                 if self._store.is_near(part.ref):
                     self._store.check(part.ref)
@@ -127,11 +131,11 @@ class KvTransfer:
             for fetch in under_way:
                 fetch.cancel()
 
-    def _arrived(self, fetch: _Fetch) -> torch.Tensor:
+    def _arrived(self, fetch: _Fetch, end_s: float) -> torch.Tensor:
         try:
-            return fetch.wait(self._timeout_s)
+            return fetch.wait(max(0.0, end_s - time.monotonic()))
         except TimeoutError as error:
-            raise TransferFailed(f"nothing came for {self._timeout_s:g} s") from error
+            raise TransferFailed(f"the KV was not here after {self._timeout_s:g} s") from error
 
     def release(self, holder: str, parts: Sequence[KvPart]) -> None:
         """`holder`'s parts, staged here, are fetched or no longer wanted."""
