@@ -20,7 +20,7 @@ from genserve.dllm.canvas import OPEN
 from genserve.dllm.models.interface import CanvasModel, LoadedDiffusionModel
 from genserve.dllm.renoise import CanvasState, Noise, Rules, advance, canvas_noise, start
 from genserve.dllm.request import DiffusionParams
-from genserve.dllm.step import STEP, Admit, Commit, Denoised, Pass, StepArgs, StepResult
+from genserve.dllm.step import FETCH, RELEASE, STEP, Admit, Commit, Denoised, Pass, StepArgs, StepResult
 
 
 class _Slot:
@@ -86,6 +86,8 @@ class CanvasWorker:
 
     def perform(self, op: str, args: Any) -> StepResult:
         """`args` is `StepArgs`; requests that fail alone are reported inside the result."""
+        if op in (FETCH, RELEASE) or (op == STEP and any(each.hand_over for each in args.passes)):
+            raise RuntimeError("a worker of renoised canvases hands nothing over")
         if op != STEP:
             raise ValueError(f"unknown operation {op!r}")
         with torch.inference_mode():

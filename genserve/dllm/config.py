@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
 from genserve.core.config import Bytes, Config
 
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _overflow_tokens(value: Any) -> Any:
+    tokens = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if tokens == "never" or (isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 1):
+        return tokens
+    raise ValueError('a number of tokens from 1 on, or "never"')
 
 
 class DllmConfig(Config):
@@ -55,7 +62,7 @@ class DllmConfig(Config):
     the one that had the request's block before."""
     num_prefill_workers: Annotated[int, Field(ge=0)] = 0
     """Of the workers, those that run prefills only and hand the KV over to the others."""
-    overflow_tokens: Positive | Literal["never"] = 8192
+    overflow_tokens: Annotated[int | Literal["never"], BeforeValidator(_overflow_tokens)] = 8192
     """With prefill workers: once each has so many prefill tokens outstanding, the others prefill too, up to
     as many each. never: they only decode."""
     prefill_tokens: Positive = 4096

@@ -10,7 +10,7 @@ from genserve.dllm.canvas import OPEN
 from genserve.dllm.canvas_worker import CanvasWorker
 from genserve.dllm.limits import EngineLimits
 from genserve.dllm.request import DiffusionParams
-from genserve.dllm.step import STEP, Admit, Pass, StepArgs
+from genserve.dllm.step import FETCH, RELEASE, STEP, Admit, FetchArgs, Pass, ReleaseArgs, StepArgs
 from tests.dllm.canvas_oracle import EOS, generated, request, served
 from tests.dllm.driver import Driver
 
@@ -166,3 +166,15 @@ def test_a_block_that_is_no_canvas_is_refused():
         worker.perform(STEP, StepArgs((), (admit,), (Pass(0, ((0, 10),), (0,), (0, 2, 10), True),)))
     with pytest.raises(ValueError, match="unknown operation"):
         worker.perform("other", None)
+
+
+def test_a_canvas_is_never_handed_over():
+    worker = Performer(LIMITS).worker
+    departing = Pass(0, ((0, 18),), (0, 1), (0, 2, 18), True, hand_over=True)
+    for op, args in (
+        (STEP, StepArgs((), (), (departing,))),
+        (FETCH, FetchArgs("r", (0,), ())),
+        (RELEASE, ReleaseArgs("r", ())),
+    ):
+        with pytest.raises(RuntimeError, match="hands nothing over"):
+            worker.perform(op, args)

@@ -15,11 +15,13 @@ from genserve.core.models.attention.transfer import KvTransfer
 from genserve.core.tensors.store import TensorStore
 from genserve.dllm.cache import LASTING
 from genserve.dllm.models.interface import LoadedDiffusionModel
+from genserve.dllm.models.registry import load_diffusion_model
+from genserve.dllm.models.tiny import write_tiny
 from genserve.dllm.request import DiffusionParams, Unmasking
 from genserve.dllm.step import FETCH, RELEASE, STEP, Admit, FetchArgs, Handover, Pass, ReleaseArgs, StepArgs
 from genserve.dllm.worker import DllmWorker
 
-from .test_worker import BLOCK_RAGGED, PAGES, RAGGED, Request, drawn, models, run
+from .test_worker import BLOCK_RAGGED, PAGES, RAGGED, Request, drawn, drive, models, run
 
 __all__ = ["models"]
 
@@ -111,6 +113,17 @@ def test_handed_over_requests_commit_the_same(models, store, name, requests) -> 
         assert request.trace == alone.trace
 
 
+def test_a_model_whose_head_dims_are_padded_too(store, tmp_path) -> None:
+    folder = write_tiny("sdar", tmp_path / "sdar", num_key_value_heads=1, head_dim=24)
+    loaded = load_diffusion_model(str(folder))
+    requests = [replace(request, starts_at=0) for request in BLOCK_RAGGED]
+    assert play(loaded, requests, store) >= len(requests)
+    for request in requests:
+        alone = replace(request)
+        run(loaded, [alone])
+        assert request.trace == alone.trace
+
+
 @pytest.mark.parametrize("request_", RAGGED[7:] + MORE, ids=lambda request: request.params.cache)
 def test_each_alone_too(models, store, request_) -> None:
     moved, alone = replace(request_, starts_at=0), replace(request_, starts_at=0)
@@ -131,10 +144,18 @@ def test_a_full_store_costs_the_handover_and_nothing_else(models) -> None:
     loaded = models("llada-a")
     with_room = TensorStore.open(pool_bytes=1 << 20)
     too_small = TensorStore.open(pool_bytes=4096)
-    kept, lost = prefilled(Node(loaded, with_room, 0), loaded), prefilled(Node(loaded, too_small, 0), loaded)
+    full = Node(loaded, too_small, 0)
+    kept, lost = prefilled(Node(loaded, with_room, 0), loaded), prefilled(full, loaded)
     assert kept.handover is not None and lost.handover is None
     assert lost.commits == kept.commits and lost.error is None
     assert too_small.stats()["num_tensors"] == 0
+    # It begins its block again, there or elsewhere.
+    again, alone = (Request(DiffusionParams(cache="dual", block_length=8)) for _ in range(2))
+    again.begin(0, loaded)
+    full.step([], [], freed=(0,))
+    drive(full.worker, [again])
+    run(loaded, [alone])
+    assert again.trace == alone.trace
     with_room.close()
     too_small.close()
 

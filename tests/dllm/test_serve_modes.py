@@ -47,7 +47,9 @@ def test_every_mode_gives_the_answers_of_one_worker(tmp_path):
             assert texts(server) == expected, mode
             stats = server.stats()
             assert stats["num_handed_over"] >= 10 and stats["num_failed_fetches"] == 0
-            assert 0 < stats["num_fetched"] < stats["num_handed_over"], "cache none moves no KV"
+            assert 0 < stats["num_fetched"] <= stats["num_handed_over"]
+            if mode == "disaggregated":
+                assert stats["num_fetched"] < stats["num_handed_over"], "cache none moves no KV"
             assert server.settled()
             stats = server.stats()
             assert stats["num_staged"] == stats["num_staged_pages"] == stats["num_kept_pages"] == 0

@@ -67,6 +67,15 @@ class Draft:
 class TensorStore:
     """Thread-safe; not usable in a forked child. All sizes in bytes.
 
+        here = TensorStore.open(pool_bytes=64 << 20)          # one process
+        ref = here.put(tensor, holders=["reader"])            # pickle `ref`, send it as you like
+        there = TensorStore.open(pool_bytes=1 << 20)          # another process
+        copy = there.get(ref).wait(timeout_s=5).clone()       # then tell the first one, which says
+        here.release(ref, "reader")
+
+    A holder is any name: of a request, a task, a process. Only the owner releases, because a reader that
+    died could not; readers tell it over whatever control plane they share.
+
     A tensor is immutable once it is put, and stays until no holder is left. Views are mapped read-only, which
     torch doesn't know of: writing to one ends the process with a segmentation fault rather than change what
     others read.

@@ -299,7 +299,6 @@ def test_a_pool_of_a_few_pages_gives_the_same_texts_as_a_large_one(serve_engine,
 
 @pytest.mark.ray
 def test_a_server_whose_engine_dies_says_so_and_does_not_hang(serve_engine, tiny_folder, ray_session):
-    import ray
 
     served = serve_engine(real_engine(tiny_folder, executor="ray"))
     body = {"model": "tiny", "prompt": "x", "n": 2, "max_tokens": 240, "ignore_eos": True}
@@ -308,7 +307,7 @@ def test_a_server_whose_engine_dies_says_so_and_does_not_hang(serve_engine, tiny
         with served.open_post("/v1/completions", body) as whole:
             served.wait_live(4)
             begun = time.monotonic()
-            ray.kill(served.engine._actor)
+            served.engine._actor.kill()
             head, _, answer = read_all(whole).partition(b"\r\n\r\n")
         rest = read_all(stream)
     assert b" 503 " in head.splitlines()[0]

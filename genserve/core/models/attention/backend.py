@@ -45,6 +45,10 @@ class AttentionBackend(Protocol):
         """The storage of a layer's pages, `[num_pages, ...]` each: pages are moved by copying their rows."""
         ...
 
+    def page_layout(self, layer: int) -> str:
+        """Order, dtype, heads, dims and padding of a layer's page. Pages named alike are interchangeable."""
+        ...
+
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         """Store KV of the batch's tokens at their positions, overwriting what is there."""
         ...

@@ -54,6 +54,10 @@ class CpuAttention:
     def page_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._keys[layer], self._values[layer]
 
+    def page_layout(self, layer: int) -> str:
+        keys, values = (list(tensor.shape[1:]) for tensor in self.page_tensors(layer))
+        return f"{self._dtype} keys {keys} dims before tokens, values {values} tokens before dims"
+
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         item = self._dtype.itemsize
         dims, padded = self._layers[layer].head_dim, self._padded_dims[layer]

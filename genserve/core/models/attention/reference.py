@@ -44,6 +44,10 @@ class ReferenceAttention:
     def page_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pages[layer][0], self._pages[layer][1]
 
+    def page_layout(self, layer: int) -> str:
+        _, _, *shape = self._pages[layer].shape
+        return f"{self._pages[layer].dtype} keys and values {shape} tokens before heads"
+
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         pages = self._pages[layer]
         positions = batch.positions_T

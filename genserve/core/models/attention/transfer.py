@@ -3,20 +3,22 @@
 Owns how pages are cut into parts: few large tensors, each of some whole layers. Staging runs beside the
 pass that computes the KV: as soon as a layer's keys and values are written, a thread gathers that layer's
 pages while attention and the layers after it are computed. Must not know requests' lives or who fetches.
-Pages of two backends are interchangeable if their `page_tensors` have equal shapes and types.
+Pages of two backends are interchangeable if their `page_layout` is the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import torch
 
-from genserve.core.errors import TensorError
+from genserve.core.errors import TensorError, TransferFailed
 from genserve.core.kv.parts import KvPart
 from genserve.core.models.attention.backend import AttentionBackend, AttentionRule
 from genserve.core.models.attention.batch import PagedBatch
@@ -43,6 +45,8 @@ class _Draft(Protocol):
 
 class _Fetch(Protocol):
     def wait(self, timeout_s: float | None = None) -> torch.Tensor: ...
+
+    def cancel(self) -> None: ...
 
 
 class Store(Protocol):
@@ -83,6 +87,7 @@ class KvTransfer:
             [_rows(tensor) for tensor in backend.page_tensors(layer)] for layer in range(num_layers)
         ]
         self._page_bytes = [sum([_WORD * rows.shape[1] for rows in tensors]) for tensors in self._rows]
+        self._layouts = [backend.page_layout(layer) for layer in range(num_layers)]
         self._gatherer = ThreadPoolExecutor(1, thread_name_prefix="genserve-staging")
 
     def stage(self, pages_of: Mapping[str, Sequence[int]]) -> Staging:
@@ -96,6 +101,10 @@ class KvTransfer:
             if part.first_layer != end:
                 raise TensorError(f"parts: layer {end} is missing")
             end = part.end_layer
+            if part.layout != (layout := self._layout(part.first_layer, end)):
+                raise TensorError(
+                    f"parts: layers {part.first_layer} to {end} have the page layout {part.layout!r}, here {layout!r}"
+                )
             wanted = len(pages) * sum(self._page_bytes[part.first_layer : end])
             if part.ref.nbytes != wanted:
                 raise TensorError(
@@ -104,17 +113,34 @@ class KvTransfer:
                 )
         if end != self._num_layers:
             raise TensorError(f"parts: {end} layers of {self._num_layers}")
-        for part in parts:
-            near = self._store.is_near(part.ref)
-            source = self._store.get(part.ref).wait(self._timeout_s)
-            self._copy(pages, part.first_layer, part.end_layer, source, out=False)
-            if near:  # it was read in place, and may have been given up meanwhile
-                self._store.check(part.ref)
+        under_way: deque[_Fetch] = deque()
+        try:
+            for at, part in enumerate(parts):
+                # One part ahead: the next comes over the network while this one is copied.
+                under_way.extend(self._store.get(each.ref) for each in parts[at + len(under_way) : at + 2])
+                self._copy(pages, part.first_layer, part.end_layer, self._arrived(under_way[0]), out=False)
+                # Near parts were read in place, and may have been given up meanwhile.
+                if self._store.is_near(part.ref):
+                    self._store.check(part.ref)
+                under_way.popleft()
+        finally:
+            for fetch in under_way:
+                fetch.cancel()
+
+    def _arrived(self, fetch: _Fetch) -> torch.Tensor:
+        try:
+            return fetch.wait(self._timeout_s)
+        except TimeoutError as error:
+            raise TransferFailed(f"nothing came for {self._timeout_s:g} s") from error
 
     def release(self, holder: str, parts: Sequence[KvPart]) -> None:
         """`holder`'s parts, staged here, are fetched or no longer wanted."""
         for part in parts:
             self._store.release(part.ref, holder)
+
+    def _layout(self, first_layer: int, end_layer: int) -> str:
+        runs = groupby(self._layouts[first_layer:end_layer])
+        return "; ".join([f"{len(list(run))} x {layout}" for layout, run in runs])
 
     def _copy(
         self, pages: Sequence[int], first_layer: int, end_layer: int, flat: torch.Tensor, *, out: bool
@@ -144,15 +170,25 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(len(tensor), -1).view(torch.int64)
 
 
+def _done(gather: Callable[[], None]) -> Future[None]:
+    """`gather`, called at once."""
+    future: Future[None] = Future()
+    try:
+        gather()
+        future.set_result(None)
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
 class _Part:
     """One part being filled."""
 
-    __slots__ = ("draft", "end_layer", "filled", "first_layer", "is_begun")
+    __slots__ = ("draft", "end_layer", "filled", "first_layer")
 
     def __init__(self, first_layer: int, end_layer: int, draft: _Draft) -> None:
         self.first_layer, self.end_layer, self.draft = first_layer, end_layer, draft
         self.filled: Future[None] | None = None
-        self.is_begun = False
 
 
 class Staging:
@@ -199,23 +235,30 @@ class Staging:
                 tensor,
                 out=True,
             )
-            if tensor.nbytes < _INLINE_BYTES:
-                gather()
-            else:
-                part.filled = self._transfer._gatherer.submit(gather)
-            part.is_begun = True
+            part.filled = (
+                _done(gather) if tensor.nbytes < _INLINE_BYTES else self._transfer._gatherer.submit(gather)
+            )
 
     def take(self, holder: str) -> tuple[KvPart, ...] | None:
         """The holder's parts once the pass has ended, or None if they could not be kept."""
-        parts = self._parts.pop(holder, None)
+        parts = self._parts.get(holder)
         if parts is None:
             return None
-        taken = []
-        for part in parts:
-            assert part.is_begun, "the pass did not write every layer"
-            if part.filled is not None:
-                part.filled.result()
-            taken.append(KvPart(part.first_layer, part.end_layer, part.draft.seal()))
+        transfer = self._transfer
+        taken: list[KvPart] = []
+        filled = [part.filled for part in parts if part.filled is not None]
+        assert len(filled) == len(parts), "the pass did not write every layer"
+        try:
+            for part, gathered in zip(parts, filled, strict=True):
+                gathered.result()
+                first, end = part.first_layer, part.end_layer
+                taken.append(KvPart(first, end, part.draft.seal(), transfer._layout(first, end)))
+        except Exception as error:  # the request goes on without its KV, and nobody else is concerned
+            _log.warning("KV of %s is not staged: %s", holder, error, exc_info=error)
+            self.drop(holder)
+            transfer.release(holder, taken)
+            return None
+        del self._parts[holder]
         return tuple(taken)
 
     def drop(self, holder: str) -> None:
@@ -244,6 +287,9 @@ class _Watched:
 
     def page_tensors(self, layer: int) -> Sequence[torch.Tensor]:
         return self._backend.page_tensors(layer)
+
+    def page_layout(self, layer: int) -> str:
+        return self._backend.page_layout(layer)
 
     def write(self, layer: int, key_THD: torch.Tensor, value_THD: torch.Tensor, batch: PagedBatch) -> None:
         self._backend.write(layer, key_THD, value_THD, batch)
