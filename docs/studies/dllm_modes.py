@@ -102,7 +102,7 @@ def points(only: list[str], num: int | None) -> Iterator[Point]:
         "lone": [Point(*LLADA, mode, rate, calibration="lone") for rate in (7.5, 6.5) for mode in SHOWN],
         "figure9": [
             Point(*pair, mode, rate)
-            for pair in (LLADA, DREAM, *others)
+            for pair in (*others, LLADA, DREAM)
             for rate in reversed(RATES[pair])
             for mode in SHOWN
         ],
