@@ -13,7 +13,9 @@ import typer
 from genserve import cli_options as opt
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, add and drain the workers of a running server.", rich_markup_mode=None
+    no_args_is_help=True,
+    help="List, add and drain the workers of a running server, or change their roles.",
+    rich_markup_mode=None,
 )
 
 Url: TypeAlias = Annotated[str, typer.Option(help="The server, with or without /v1.")]
@@ -35,7 +37,7 @@ _URL = "http://127.0.0.1:8000"
 
 @app.callback()
 def workers() -> None:
-    """List, add and drain the workers of a running server."""
+    """List, add and drain the workers of a running server, or change their roles."""
 
 
 @app.command("list")
