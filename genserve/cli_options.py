@@ -74,6 +74,39 @@ Options: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
+# Of simulated diffusion deployments: `simulate dllm` and `plan dllm`.
+Workload: TypeAlias = Annotated[
+    str,
+    typer.Option(help="sangam-sharegpt, sangam-arxiv, chat, code, mooncake-like, tiny, or a trace's path."),
+]
+ModelledDiffusion: TypeAlias = Annotated[str, typer.Option("--model", "-m", help="llada-8b or dream-7b.")]
+Hardware: TypeAlias = Annotated[str, typer.Option(help="h100, h200 or a100.")]
+NumWorkers: TypeAlias = Annotated[int, typer.Option(min=1, help="Devices, each with the whole model.")]
+ModelledRunning: TypeAlias = Annotated[int, typer.Option(min=1, help="Requests in a step, at most.")]
+BudgetPolicy: TypeAlias = Annotated[str, typer.Option(help="Of the budget: signed or paper.")]
+PrefillTokens: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="Tokens of a prefill worker's step, at most.")
+]
+Cache: TypeAlias = Annotated[str, typer.Option(help="none, prefix, dual, dkv or block.")]
+BlockLength: TypeAlias = Annotated[int, typer.Option(min=1, help="Positions denoised together.")]
+TokensPerPass: TypeAlias = Annotated[
+    float | None,
+    typer.Option(min=1.0, help="Positions that a pass commits on average; by default as calibrated."),
+]
+NumMasks: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Masks appended to a prompt; by default 1024, or 512 for sangam-arxiv. Longer outputs are cut.",
+    ),
+]
+Profiles: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(help="Folder of AIConfigurator tables to take kernel times from, not a roofline."),
+]
+Slo: TypeAlias = Annotated[str | None, typer.Option(help="Limits in seconds, e.g. ttft=2,e2e=20.")]
+SimulationSeed: TypeAlias = Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and passes.")]
+
 
 def parsed(options: list[str] | None) -> dict[str, Any]:
     """`KEY=VALUE` options with their values read as YAML; `ConfigError` for other forms."""

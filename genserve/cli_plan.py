@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,19 +27,14 @@ def plan() -> None:
 @app.command("dllm")
 def plan_dllm(
     rate: Annotated[float, typer.Option(help="Requests/s to plan for.")],
-    workload: Annotated[
-        str,
-        typer.Option(
-            help="sangam-sharegpt, sangam-arxiv, chat, code, mooncake-like, tiny, or a trace's path."
-        ),
-    ] = "sangam-sharegpt",
+    workload: opt.Workload = "sangam-sharegpt",
     num_requests: Annotated[
         int,
         typer.Option(min=1, help="Requests of the longest runs; the shorter ones take the first of them."),
     ] = 1000,
-    model: Annotated[str, typer.Option("--model", "-m", help="llada-8b or dream-7b.")] = "llada-8b",
-    hardware: Annotated[str, typer.Option(help="h100, h200 or a100.")] = "h100",
-    num_workers: Annotated[int, typer.Option(min=1, help="Devices, each with the whole model.")] = 8,
+    model: opt.ModelledDiffusion = "llada-8b",
+    hardware: opt.Hardware = "h100",
+    num_workers: opt.NumWorkers = 8,
     num_prefill_workers: Annotated[
         list[str] | None,
         typer.Option(help="To try, several or a comma list; by default 0 to all workers but one."),
@@ -55,30 +49,16 @@ def plan_dllm(
     objective: Annotated[
         str, typer.Option(help="p99 or mean end to end, or goodput: requests within --slo.")
     ] = "p99",
-    max_running: Annotated[int, typer.Option(min=1, help="Requests in a step, at most.")] = 256,
-    policy: Annotated[str, typer.Option(help="Of the budget: signed or paper.")] = "signed",
-    prefill_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a prefill worker's step, at most.")
-    ] = 4096,
-    cache: Annotated[str, typer.Option(help="none, prefix, dual, dkv or block.")] = "dual",
-    block_length: Annotated[int, typer.Option(min=1, help="Positions denoised together.")] = 32,
-    tokens_per_pass: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="Positions that a pass commits on average; by default as calibrated."),
-    ] = None,
-    num_masks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Masks appended to a prompt; by default 1024, or 512 for sangam-arxiv. Longer outputs are cut.",
-        ),
-    ] = None,
-    profiles: Annotated[
-        Path | None,
-        typer.Option(help="Folder of AIConfigurator tables to take kernel times from, not a roofline."),
-    ] = None,
-    slo: Annotated[str | None, typer.Option(help="Limits in seconds, e.g. ttft=2,e2e=20.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and passes.")] = 0,
+    max_running: opt.ModelledRunning = 256,
+    policy: opt.BudgetPolicy = "signed",
+    prefill_tokens: opt.PrefillTokens = 4096,
+    cache: opt.Cache = "dual",
+    block_length: opt.BlockLength = 32,
+    tokens_per_pass: opt.TokensPerPass = None,
+    num_masks: opt.NumMasks = None,
+    profiles: opt.Profiles = None,
+    slo: opt.Slo = None,
+    seed: opt.SimulationSeed = 0,
     as_json: opt.Json = False,
 ) -> None:
     """Advise on prefill workers, budget and overflow threshold for a rate.

@@ -129,25 +129,20 @@ def simulate_ar(
 
 @app.command("dllm")
 def simulate_dllm(
-    workload: Annotated[
-        str,
-        typer.Option(
-            help="sangam-sharegpt, sangam-arxiv, chat, code, mooncake-like, tiny, or a trace's path."
-        ),
-    ] = "sangam-sharegpt",
+    workload: opt.Workload = "sangam-sharegpt",
     rate: Annotated[
         list[str] | None,
         typer.Option(help="Requests/s; several or a comma list for a sweep; by default the workload's own."),
     ] = None,
     num_requests: Annotated[int, typer.Option(min=1, help="Requests of each run, at most.")] = 1000,
-    model: Annotated[str, typer.Option("--model", "-m", help="llada-8b or dream-7b.")] = "llada-8b",
-    hardware: Annotated[str, typer.Option(help="h100, h200 or a100.")] = "h100",
-    num_workers: Annotated[int, typer.Option(min=1, help="Devices, each with the whole model.")] = 8,
-    max_running: Annotated[int, typer.Option(min=1, help="Requests in a step, at most.")] = 256,
+    model: opt.ModelledDiffusion = "llada-8b",
+    hardware: opt.Hardware = "h100",
+    num_workers: opt.NumWorkers = 8,
+    max_running: opt.ModelledRunning = 256,
     budget_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of a step in the long run, the paper's tau.")
     ] = 1024,
-    policy: Annotated[str, typer.Option(help="Of the budget: signed or paper.")] = "signed",
+    policy: opt.BudgetPolicy = "signed",
     routing: Annotated[
         str, typer.Option(help="least_outstanding, round_robin or sticky.")
     ] = "least_outstanding",
@@ -162,28 +157,14 @@ def simulate_dllm(
             "theta; 0: never.",
         ),
     ] = 8192,
-    prefill_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a prefill worker's step, at most.")
-    ] = 4096,
-    cache: Annotated[str, typer.Option(help="none, prefix, dual, dkv or block.")] = "dual",
-    block_length: Annotated[int, typer.Option(min=1, help="Positions denoised together.")] = 32,
-    tokens_per_pass: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="Positions that a pass commits on average; by default as calibrated."),
-    ] = None,
-    num_masks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Masks appended to a prompt; by default 1024, or 512 for sangam-arxiv. Longer outputs are cut.",
-        ),
-    ] = None,
-    profiles: Annotated[
-        Path | None,
-        typer.Option(help="Folder of AIConfigurator tables to take kernel times from, not a roofline."),
-    ] = None,
-    slo: Annotated[str | None, typer.Option(help="Limits in seconds, e.g. ttft=2,e2e=20.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and passes.")] = 0,
+    prefill_tokens: opt.PrefillTokens = 4096,
+    cache: opt.Cache = "dual",
+    block_length: opt.BlockLength = 32,
+    tokens_per_pass: opt.TokensPerPass = None,
+    num_masks: opt.NumMasks = None,
+    profiles: opt.Profiles = None,
+    slo: opt.Slo = None,
+    seed: opt.SimulationSeed = 0,
     as_json: opt.Json = False,
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and plots.")] = None,
 ) -> None:
