@@ -206,7 +206,9 @@ def make_worker(
     if loaded.family == "canvas":
         worker = CanvasWorker(loaded, backend, limits.max_running, max_pages)
     else:
-        transfer = None if store is None else KvTransfer(store, backend, len(specs))
+        # A copy that takes too long must fail by itself before the whole worker counts as hanging.
+        timeout_s = min(30.0, (config.step_deadline_s or 60.0) / 2)
+        transfer = None if store is None else KvTransfer(store, backend, len(specs), timeout_s=timeout_s)
         worker = DllmWorker(loaded, backend, limits.max_running, max_pages, transfer=transfer)
     worker.warm_up()
     return worker
