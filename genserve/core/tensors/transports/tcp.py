@@ -124,10 +124,12 @@ class Tcp:
         if magic != wire.MAGIC:
             raise _Refused("what answers there is no tensor store")
         if status != wire.OK:
-            raise ConnectionError("the owner has too many connections")
+            raise _Refused(f"the owner greets with status {status}")
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         connection.sendall(wire.PROOF.pack(nonce, wire.prove(self._token, b"client", nonce, theirs)))
         status, proof = wire.WELCOME.unpack(wire.receive(connection, wire.WELCOME.size, deadline_s))
+        if status == wire.BUSY:
+            raise ConnectionError("the owner has too many connections")
         if status != wire.OK:
             raise _Refused("the owner refused this store's token")
         if not hmac.compare_digest(proof, wire.prove(self._token, b"server", theirs, nonce)):
