@@ -28,6 +28,17 @@ DTYPE_BYTES = {
 }
 
 
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Raise `TensorError` unless `shape` is a tuple of whole numbers that memory can be laid out for."""
+    if type(shape) is not tuple or any(type(size) is not int for size in shape):
+        raise TensorError(f"shape: {shape!r} is no tuple of whole numbers")
+    if shape and min(shape) < 0:
+        raise TensorError(f"shape: {shape} has a negative size")
+    # Zeros left out: strides are computed without them.
+    if math.prod(filter(None, shape)) >= 1 << 63:
+        raise TensorError(f"shape: {shape} is too large")
+
+
 class StoreAddress(NamedTuple):
     """One process's store.
 
@@ -81,8 +92,7 @@ class TensorRef:
         item = DTYPE_BYTES.get(self.dtype)
         if item is None:
             raise TensorError(f"dtype: no {self.dtype!r}; there are: {', '.join(DTYPE_BYTES)}")
-        if self.shape and min(self.shape) < 0:
-            raise TensorError(f"shape: {self.shape} has a negative size")
+        check_shape(self.shape)
         if self.nbytes != math.prod(self.shape) * item:
             raise TensorError(f"nbytes: {self.nbytes} is not the size of {self.shape} {self.dtype}")
         for number in (self.epoch, self.generation, self.offset, self.nbytes):
