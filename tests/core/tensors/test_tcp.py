@@ -184,6 +184,14 @@ def test_closing_the_reader_ends_its_fetches(far, through, open_store):
     assert time.monotonic() - start_s < 2
 
 
+def test_a_closed_reader_begins_no_fetch(far):
+    _, ref = far
+    reader = tcp.Tcp(TOKEN)
+    reader.close()
+    with pytest.raises(TensorError, match="closed"):
+        reader.get(ref, None)
+
+
 def test_a_tensor_released_while_it_travels_is_stale(through, open_store):
     """Larger than what the kernel would take in at once."""
     store = open_store(48 << 20, listen=("127.0.0.1", 0), token=TOKEN)

@@ -59,6 +59,8 @@ class Tcp:
             raise TensorError("token: reading from another machine needs the cluster's token")
         pull = Pull(self, ref, out)
         with self._lock:
+            if self._closed:
+                raise TensorError("this store is closed")
             self._pulls.add(pull)
             self._num_busy += 1
             if self._num_busy > self._num_threads < NUM_THREADS:
