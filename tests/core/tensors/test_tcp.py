@@ -184,6 +184,18 @@ def test_closing_the_reader_ends_its_fetches(far, through, open_store):
     assert time.monotonic() - start_s < 2
 
 
+def test_a_fetch_cancelled_while_it_queues_connects_to_nobody(far, through, open_store):
+    _, ref = far
+    proxy, ref = through(ref, lambda _, at, data: data)
+    fetch = tcp.Pull(tcp.Tcp(TOKEN), ref, None)
+    fetch.cancel()
+    fetch.run()
+    with pytest.raises(TransferFailed, match="cancelled"):
+        fetch.wait(0)
+    time.sleep(0.05)
+    assert proxy.num_connections == 0
+
+
 def test_a_closed_reader_begins_no_fetch(far):
     _, ref = far
     reader = tcp.Tcp(TOKEN)

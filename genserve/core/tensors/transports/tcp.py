@@ -192,10 +192,12 @@ class Pull:
         owner = self._ref.owner
         pauses = iter(PAUSES_S)
         while True:
+            self._stop_if_cancelled()
             before = self._received
             try:
                 connection = self._connection = self._tcp.take_connection(owner.host, owner.port)
                 try:
+                    self._stop_if_cancelled()  # while there was no connection to break
                     self._transfer(connection)
                 except BaseException:
                     connection.close()
