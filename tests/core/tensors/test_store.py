@@ -368,6 +368,20 @@ def test_a_draft_that_cannot_be_made_gives_its_room_back(open_store, monkeypatch
     assert store.stats()["used_bytes"] == 0
 
 
+def test_a_pool_that_cannot_be_opened_is_the_fetch_s_error(open_store, directory):
+    store, reader = open_store(), open_store()
+    ref = store.put(torch.zeros(10), ["a"])
+    (path,) = (path for path in files(directory) if store.address.name in path.name)
+    aside = path.rename(directory / "aside")
+    path.symlink_to(aside)
+    fetch = reader.get(ref)
+    with pytest.raises(TensorError, match="owner"):
+        fetch.wait()
+    path.unlink()
+    aside.rename(path)
+    reader.get(ref).wait()
+
+
 def test_full_is_full_for_drafts_too(open_store):
     store = open_store(4096)
     with store.allocate((4096,), torch.uint8, ["a"]):
