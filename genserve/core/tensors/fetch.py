@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -82,9 +82,13 @@ class Inputs:
         self._refs: dict[str, TensorRef | None] = {**(deferred or {}), **eager}
         self._fetches: dict[str, Fetch] = {}
         self._error: Exception | None = None
-        for name, ref in self._refs.items():
-            if ref is not None:
-                self._fetches[name] = store.get(ref)
+        try:
+            for name, ref in self._refs.items():
+                if ref is not None:
+                    self._fetches[name] = store.get(ref)
+        except BaseException:
+            self.cancel()
+            raise
 
     def __enter__(self) -> Inputs:
         return self
@@ -92,7 +96,7 @@ class Inputs:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
-    def __iter__(self) -> Iterable[str]:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._refs)
 
     def arrive(self, name: str, ref: TensorRef) -> None:

@@ -28,6 +28,17 @@ DTYPE_BYTES = {
 }
 
 
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Raise `TensorError` unless `shape` is a tuple of whole numbers that memory can be laid out for."""
+    if type(shape) is not tuple or any(type(size) is not int for size in shape):
+        raise TensorError(f"shape: {shape!r} is no tuple of whole numbers")
+    if shape and min(shape) < 0:
+        raise TensorError(f"shape: {shape} has a negative size")
+    # Zeros left out: strides are computed without them.
+    if math.prod(filter(None, shape)) >= 1 << 63:
+        raise TensorError(f"shape: {shape} is too large")
+
+
 class StoreAddress(NamedTuple):
     """One process's store.
 
@@ -77,19 +88,29 @@ class TensorRef:
         )
 
     def check(self) -> None:
-        """Raise `TensorError` unless the fields agree: a reference from the wire is checked before use."""
-        item = DTYPE_BYTES.get(self.dtype)
+        """Raise `TensorError` unless the fields agree: a reference from the wire is checked before use.
+
+        Their types too, exactly: what equals a whole number need not be one further on.
+        """
+        if type(self.transport) is not str:
+            raise TensorError(f"transport: {self.transport!r} is no name")
+        if type(self.owner) is not StoreAddress or [type(part) for part in self.owner] != [
+            str,
+            str,
+            str,
+            int,
+        ]:
+            raise TensorError(f"owner: {self.owner!r} is no store's address")
+        for field in ("epoch", "generation", "offset", "nbytes"):
+            number = getattr(self, field)
+            if type(number) is not int or not 0 <= number < 1 << 63:
+                raise TensorError(f"{field}: {number!r} is no whole number from 0 to 2**63 - 1")
+        item = DTYPE_BYTES.get(self.dtype) if type(self.dtype) is str else None
         if item is None:
             raise TensorError(f"dtype: no {self.dtype!r}; there are: {', '.join(DTYPE_BYTES)}")
-        if self.shape and min(self.shape) < 0:
-            raise TensorError(f"shape: {self.shape} has a negative size")
+        check_shape(self.shape)
         if self.nbytes != math.prod(self.shape) * item:
             raise TensorError(f"nbytes: {self.nbytes} is not the size of {self.shape} {self.dtype}")
-        for number in (self.epoch, self.generation, self.offset, self.nbytes):
-            if not 0 <= number < 1 << 63:
-                raise TensorError(
-                    f"{number} is no epoch, generation, offset or size: not within 0 to 2**63 - 1"
-                )
 
 
 def _restored(transport: Transport, name: str, machine: str, host: str, port: int, *rest: Any) -> TensorRef:

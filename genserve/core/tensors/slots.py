@@ -41,7 +41,10 @@ class Slots:
         self._generation = 0
 
     def allocate(self, nbytes: int, holders: Iterable[str]) -> Slot:
-        """Raises `StoreFull`; `TensorError` without a holder, since nobody could ever release it."""
+        """Raises `StoreFull`; `TensorError` without a holder, since nobody could ever release it, and for less
+        than no bytes."""
+        if nbytes < 0:
+            raise TensorError(f"nbytes: {nbytes} is negative")
         names = {holders} if isinstance(holders, str) else set(holders)
         if not names:
             raise TensorError("holders: a tensor needs at least one")

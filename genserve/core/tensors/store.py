@@ -24,7 +24,7 @@ from genserve.core.tensors.pool_file import (
     is_plain,
     remove_leftovers,
 )
-from genserve.core.tensors.ref import StoreAddress, TensorRef
+from genserve.core.tensors.ref import StoreAddress, TensorRef, check_shape
 from genserve.core.tensors.slots import Slot
 from genserve.core.tensors.transports import Transport, devices, way_to
 from genserve.core.tensors.transports.local import Local
@@ -133,11 +133,16 @@ class TensorStore:
         return self._address
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, holders: Iterable[str]) -> Draft:
-        """Room for a tensor, to be written in place. Raises `StoreFull`."""
+        """Room for a tensor, to be written in place. Raises `StoreFull`, or `TensorError` naming what cannot be."""
         name = _name_of(dtype)
         shape = tuple(shape)
+        check_shape(shape)
         slot = self._local.allocate(math.prod(shape) * dtype.itemsize, holders)
-        return Draft(self, slot, shape, name)
+        try:
+            return Draft(self, slot, shape, name)
+        except BaseException:
+            self._local.abandon(slot)
+            raise
 
     def put(self, tensor: torch.Tensor, holders: Iterable[str]) -> TensorRef:
         """Copy `tensor` into the pool. It is immutable from now on, and stays until no holder is left.

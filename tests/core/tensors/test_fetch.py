@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -89,6 +90,24 @@ def test_after_cancel_nobody_waits(ends: Ends):
     inputs.cancel()
     with pytest.raises(TensorError, match="cancelled"):
         inputs["late"]
+
+
+def test_a_reference_that_cannot_be_ends_the_fetches_before_it(connect, monkeypatch):
+    ends = connect("tcp")
+    ref = ends.put()
+    ends.owner.stop()  # so that what was begun doesn't end by itself
+    begun = []
+    get = ends.reader.get
+
+    def seen(ref):
+        begun.append(get(ref))
+        return begun[-1]
+
+    monkeypatch.setattr(ends.reader, "get", seen)
+    bad = dataclasses.replace(ref, dtype="float31")
+    with pytest.raises(TensorError, match="dtype"):
+        Inputs(ends.reader, eager={"x": ref, "y": bad})
+    assert len(begun) == 1 and begun[0].done()
 
 
 def test_a_view_released_during_the_task_is_noticed(connect):

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from genserve.core.errors import StaleTensor, StoreFull
+from genserve.core.errors import StaleTensor, StoreFull, TensorError
 from genserve.core.tensors.allocator import ALIGNMENT
 from genserve.core.tensors.slots import Slots, units_of
 
@@ -112,3 +112,10 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_less_than_no_bytes_are_refused():
+    slots = Slots(NUM_UNITS * ALIGNMENT, [0] * NUM_UNITS)
+    with pytest.raises(TensorError, match="nbytes"):
+        slots.allocate(-ALIGNMENT, ["a"])
+    assert slots.stats()["largest_free_bytes"] == NUM_UNITS * ALIGNMENT

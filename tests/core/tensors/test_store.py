@@ -345,6 +345,43 @@ def test_a_slot_that_is_reused_while_it_is_copied_is_stale(open_store, monkeypat
         reader.get(ref, torch.empty(1000)).wait()
 
 
+@pytest.mark.parametrize(
+    "shape", [(-1,), (-4, 8), (-2, -2), (1.0, 2), ("3",), (None,), (0, 1 << 40, 1 << 40)]
+)
+def test_a_shape_that_cannot_be_takes_no_room(open_store, shape):
+    store = open_store(4096)
+    with pytest.raises(TensorError, match="shape"):
+        store.allocate(shape, torch.float32, ["a"])
+    assert store.stats()["used_bytes"] == store.stats()["num_tensors"] == 0
+    store.allocate((1024,), torch.float32, ["a"]).seal()
+
+
+def test_a_draft_that_cannot_be_made_gives_its_room_back(open_store, monkeypatch):
+    store = open_store(4096)
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(store._local, "writable", fails)
+    with pytest.raises(MemoryError):
+        store.allocate((4,), torch.float32, ["a"])
+    assert store.stats()["used_bytes"] == 0
+
+
+def test_a_pool_that_cannot_be_opened_is_the_fetch_s_error(open_store, directory):
+    store, reader = open_store(), open_store()
+    ref = store.put(torch.zeros(10), ["a"])
+    (path,) = (path for path in files(directory) if store.address.name in path.name)
+    aside = path.rename(directory / "aside")
+    path.symlink_to(aside)
+    fetch = reader.get(ref)
+    with pytest.raises(TensorError, match="owner"):
+        fetch.wait()
+    path.unlink()
+    aside.rename(path)
+    reader.get(ref).wait()
+
+
 def test_full_is_full_for_drafts_too(open_store):
     store = open_store(4096)
     with store.allocate((4096,), torch.uint8, ["a"]):

@@ -28,6 +28,19 @@ def far(open_store):
     return store, seen_from_far(store.put(sample("uint8", (NUM_BYTES,)), ["reader"]))
 
 
+@pytest.fixture
+def one_place(open_store):
+    """A server that has room for one peer, and a tensor as another machine sees it."""
+    owner = open_store(token=TOKEN)
+    server = tcp_server.TcpServer(("127.0.0.1", 0), TOKEN, owner._local.read, max_connections=1)
+    ref = owner.put(sample("uint8", (1000,)), ["reader"])
+    yield (
+        server,
+        seen_from_far(dataclasses.replace(ref, owner=ref.owner._replace(host="127.0.0.1")), server.port),
+    )
+    server.close()
+
+
 def seen_from_far(ref: TensorRef, port: int | None = None) -> TensorRef:
     owner = ref.owner._replace(machine="elsewhere", port=port or ref.owner.port)
     return dataclasses.replace(ref, owner=owner)
@@ -171,6 +184,26 @@ def test_closing_the_reader_ends_its_fetches(far, through, open_store):
     assert time.monotonic() - start_s < 2
 
 
+def test_a_fetch_cancelled_while_it_queues_connects_to_nobody(far, through, open_store):
+    _, ref = far
+    proxy, ref = through(ref, lambda _, at, data: data)
+    fetch = tcp.Pull(tcp.Tcp(TOKEN), ref, None)
+    fetch.cancel()
+    fetch.run()
+    with pytest.raises(TransferFailed, match="cancelled"):
+        fetch.wait(0)
+    time.sleep(0.05)
+    assert proxy.num_connections == 0
+
+
+def test_a_closed_reader_begins_no_fetch(far):
+    _, ref = far
+    reader = tcp.Tcp(TOKEN)
+    reader.close()
+    with pytest.raises(TensorError, match="closed"):
+        reader.get(ref, None)
+
+
 def test_a_tensor_released_while_it_travels_is_stale(through, open_store):
     """Larger than what the kernel would take in at once."""
     store = open_store(48 << 20, listen=("127.0.0.1", 0), token=TOKEN)
@@ -282,21 +315,33 @@ class TestStrangers:
             peer.sendall(good.pack())
             assert wire.REPLY.unpack(wire.receive(peer, wire.REPLY.size)) == (wire.OK, size)
 
-    def test_too_many_connections_are_put_off(self, open_store):
-        owner = open_store(token=TOKEN)
-        server = tcp_server.TcpServer(("127.0.0.1", 0), TOKEN, owner._local.read, max_connections=2)
-        ref = owner.put(sample("uint8", (1000,)), ["reader"])
-        ref = seen_from_far(dataclasses.replace(ref, owner=ref.owner._replace(host="127.0.0.1")), server.port)
-        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-        while server.num_connections() < 2:
-            time.sleep(0.001)
-        fetch = open_store(token=TOKEN).get(ref)
-        time.sleep(0.1)
-        assert not fetch.done() and server.num_connections() == 2
-        for connection in held:
-            connection.close()
+    def test_silent_strangers_lock_nobody_out(self, far, open_store):
+        _, ref = far
+        with contextlib.ExitStack() as held:
+            silent = [
+                held.enter_context(socket.create_connection(("127.0.0.1", ref.owner.port), timeout=2))
+                for _ in range(100)
+            ]
+            open_store(token=TOKEN).get(ref).wait(3)
+            for oldest in silent[: 100 - tcp_server.MAX_HANDSHAKES]:
+                wire.receive(oldest, wire.GREETING.size)
+                assert oldest.recv(1) == b""
+
+    def test_idle_peers_make_room_and_busy_ones_do_not(self, one_place, open_store):
+        server, ref = one_place
+        readers = [open_store(token=TOKEN) for _ in range(2)]
+        for turn in range(4):
+            assert same_bytes(readers[turn % 2].get(ref).wait(5), sample("uint8", (1000,)))
+            assert server.num_connections() == 1
+        with peer_connection(ref) as busy:
+            busy.sendall(b"x")  # the first byte of a request
+            deadline_s = time.monotonic() + 2
+            while server._idle and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+            fetch = readers[0].get(ref)
+            time.sleep(0.1)
+            assert not fetch.done() and server.num_connections() == 1
         assert same_bytes(fetch.wait(5), sample("uint8", (1000,)))
-        server.close()
 
     def test_whoever_says_nothing_is_put_out(self, far, monkeypatch):
         monkeypatch.setattr(tcp_server, "HANDSHAKE_S", 0.1)

@@ -77,11 +77,13 @@ class SharedMemory:
                 return pool
             # A new owner often takes the place of one that died: its memory is ours to let go.
             self._peers = {name: pool for name, pool in self._peers.items() if pool.is_alive()}
-            path = self._directories.find(name)
-            if path is None:
-                raise StaleTensor("the tensor's owner is gone")
             try:
+                path = self._directories.find(name)
+                if path is None:
+                    raise StaleTensor("the tensor's owner is gone")
                 pool = self._peers[name] = PeerPool(path)
             except FileNotFoundError:
                 raise StaleTensor("the tensor's owner is gone") from None
+            except OSError as error:  # no descriptors left, a link in the pool's place
+                raise TensorError(f"owner: its pool cannot be opened: {error}") from error
             return pool

@@ -59,6 +59,8 @@ class Tcp:
             raise TensorError("token: reading from another machine needs the cluster's token")
         pull = Pull(self, ref, out)
         with self._lock:
+            if self._closed:
+                raise TensorError("this store is closed")
             self._pulls.add(pull)
             self._num_busy += 1
             if self._num_busy > self._num_threads < NUM_THREADS:
@@ -124,10 +126,12 @@ class Tcp:
         if magic != wire.MAGIC:
             raise _Refused("what answers there is no tensor store")
         if status != wire.OK:
-            raise ConnectionError("the owner has too many connections")
+            raise _Refused(f"the owner greets with status {status}")
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         connection.sendall(wire.PROOF.pack(nonce, wire.prove(self._token, b"client", nonce, theirs)))
         status, proof = wire.WELCOME.unpack(wire.receive(connection, wire.WELCOME.size, deadline_s))
+        if status == wire.BUSY:
+            raise ConnectionError("the owner has too many connections")
         if status != wire.OK:
             raise _Refused("the owner refused this store's token")
         if not hmac.compare_digest(proof, wire.prove(self._token, b"server", theirs, nonce)):
@@ -188,10 +192,12 @@ class Pull:
         owner = self._ref.owner
         pauses = iter(PAUSES_S)
         while True:
+            self._stop_if_cancelled()
             before = self._received
             try:
                 connection = self._connection = self._tcp.take_connection(owner.host, owner.port)
                 try:
+                    self._stop_if_cancelled()  # while there was no connection to break
                     self._transfer(connection)
                 except BaseException:
                     connection.close()

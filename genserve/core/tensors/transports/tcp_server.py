@@ -18,6 +18,9 @@ from genserve.core.tensors.transports import wire
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
+MAX_HANDSHAKES = 32
+"""Peers that haven't shown the token yet; another one takes the place of the oldest."""
+
 IDLE_S = 60.0
 STALL_S = 20.0
 """A peer that takes no byte for so long is given up."""
@@ -27,7 +30,11 @@ Read = Callable[[str, int, int, int, int], memoryview]
 
 
 class TcpServer:
-    """A thread for each of at most `max_connections`; further peers are told to come again later."""
+    """A thread for each of at most `max_connections` peers that have shown the token, and for a few that haven't.
+
+    A further peer takes the place of the one that has been idle longest; if all are busy, it is told to come
+    again later.
+    """
 
     def __init__(self, listen: tuple[str, int], token: str, read: Read, max_connections: int = 64) -> None:
         host, port = listen
@@ -36,7 +43,9 @@ class TcpServer:
         self._token = token.encode()
         self._read = read
         self._max_connections = max_connections
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._connections: set[socket.socket] = set()
+        self._idle: dict[socket.socket, None] = {}  # of these; the longest idle first
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -48,22 +57,21 @@ class TcpServer:
         threading.Thread(target=self._accept, name="tensors accept", daemon=True).start()
 
     def num_connections(self) -> int:
+        """Of peers that have shown the token."""
         return len(self._connections)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            open_ones = list(self._connections)
-        for connection in (self._listener, *open_ones):
-            # Wakes the thread that waits in it; closing alone doesn't.
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            if connection is self._listener:
-                connection.close()
+            open_ones = [*self._strangers, *self._connections]
+        for connection in open_ones:
+            _end(connection)
+        _end(self._listener)
+        self._listener.close()
 
     def disown(self) -> None:
         """In a forked child, whose copies would keep the connections open after the parent's death."""
-        for connection in (self._listener, *self._connections):
+        for connection in (self._listener, *self._strangers, *self._connections):
             connection.close()
 
     def _accept(self) -> None:
@@ -77,17 +85,34 @@ class TcpServer:
                 time.sleep(0.1)
                 continue
             with self._lock:
-                fits = not self._closed and len(self._connections) < self._max_connections
-                if fits:
-                    self._connections.add(connection)
-            if fits:
-                threading.Thread(
-                    target=self._converse, args=(connection,), name="tensors serve", daemon=True
-                ).start()
-                continue
-            with contextlib.suppress(OSError), connection:
-                connection.settimeout(1)
-                connection.sendall(wire.GREETING.pack(wire.MAGIC, wire.BUSY, bytes(wire.NONCE_BYTES)))
+                if self._closed:
+                    connection.close()
+                    return
+                if len(self._strangers) >= MAX_HANDSHAKES:
+                    self._drop_oldest(self._strangers)
+                self._strangers[connection] = None
+            threading.Thread(
+                target=self._converse, args=(connection,), name="tensors serve", daemon=True
+            ).start()
+
+    def _drop_oldest(self, among: dict[socket.socket, None]) -> None:
+        oldest = next(iter(among))
+        del among[oldest]
+        self._connections.discard(oldest)
+        _end(oldest)
+
+    def _admit(self, connection: socket.socket) -> bool:
+        """Its peer has shown the token; False if there is no place for it."""
+        with self._lock:
+            if self._closed or connection not in self._strangers:
+                return False
+            if len(self._connections) >= self._max_connections:
+                if not self._idle:
+                    return False
+                self._drop_oldest(self._idle)
+            del self._strangers[connection]
+            self._connections.add(connection)
+            return True
 
     def _converse(self, connection: socket.socket) -> None:
         try:
@@ -100,7 +125,9 @@ class TcpServer:
             logger.info("tensors: connection ended: %s", error)
         finally:
             with self._lock:
+                self._strangers.pop(connection, None)
                 self._connections.discard(connection)
+                self._idle.pop(connection, None)
 
     def _welcome(self, connection: socket.socket) -> bool:
         deadline_s = time.monotonic() + HANDSHAKE_S
@@ -112,13 +139,22 @@ class TcpServer:
             logger.warning("tensors: refused a peer without the cluster's token")
             connection.sendall(wire.WELCOME.pack(wire.REFUSED, bytes(32)))
             return False
+        if not self._admit(connection):
+            connection.sendall(wire.WELCOME.pack(wire.BUSY, bytes(32)))
+            return False
         connection.sendall(wire.WELCOME.pack(wire.OK, wire.prove(self._token, b"server", nonce, theirs)))
         return True
 
     def _answer(self, connection: socket.socket) -> bool:
         """One request; False at the end."""
         connection.settimeout(IDLE_S)
+        with self._lock:
+            self._idle[connection] = None
         first = connection.recv(1)
+        with self._lock:
+            if connection not in self._idle:  # its place was given to another
+                return False
+            del self._idle[connection]
         if not first:
             return False
         deadline_s = time.monotonic() + HANDSHAKE_S
@@ -153,3 +189,9 @@ class TcpServer:
 
     def _find(self, request: wire.Request) -> memoryview:
         return self._read(request.name, request.epoch, request.generation, request.offset, request.nbytes)
+
+
+def _end(connection: socket.socket) -> None:
+    """Wakes the thread that waits in it, which closing alone wouldn't."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
 """Frames of the TCP transport and the handshake before them. Everything has a fixed or bounded size.
 
-    server: greeting                     magic, its nonce; or that it has too many connections
+    server: greeting                     magic, its nonce
     client: proof                        its nonce, HMAC of both nonces under the cluster's token
-    server: welcome                      whether the proof was right, and its own proof
+    server: welcome                      whether the proof was right, and its own proof; or that it has too many connections
     then, any number of times:
     client: request                      which bytes of which tensor, from where on; CRC-32
     server: reply                        whether they are there, and how many follow
