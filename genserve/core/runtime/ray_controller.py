@@ -228,6 +228,18 @@ class RemoteController:
             actor.kill()
 
     async def _run(self, post: Callable[[str, Any], None], on_given_up: Callable[[], None]) -> None:
+        try:
+            await self._carry(post, on_given_up)
+        except Exception as error:  # nobody may wait for ever
+            logger.exception("nothing more can be carried to and from %s", self.name)
+            self.failure = ExecutorLost(f"{self.name} cannot be reached: {type(error).__name__}: {error}")
+            actor, self._actor = self._actor, None
+            if actor is not None:
+                self._before = actor
+                actor.kill()
+            on_given_up()
+
+    async def _carry(self, post: Callable[[str, Any], None], on_given_up: Callable[[], None]) -> None:
         while self._actor is not None:
             error = await self._poll_until_lost(self._actor, post)
             logger.error("%s is lost: %s", self.name, error)
@@ -254,6 +266,9 @@ class RemoteController:
                     return str(failure)
         except ActorLost as error:
             return str(error)
+        except Exception as error:
+            logger.exception("what %s sent cannot be taken", self.name)
+            return f"{type(error).__name__}: {error}"
 
     async def _restarted(self) -> WatchedActor | None:
         for delay_s in _RESTART_DELAYS_S:

@@ -14,7 +14,7 @@ from genserve.core.runtime.ray_actor import WatchedActor
 from genserve.core.runtime.ray_controller import RemoteController
 from genserve.core.types import SamplingParams, Submit
 
-from .doubling import INFO, Back, Front, Lost, answer, build
+from .doubling import INFO, Back, Front, Lost, answer, build, is_running, until
 
 pytestmark = pytest.mark.ray
 
@@ -74,6 +74,68 @@ def test_whatever_ends_the_polls_is_a_loss(ray_session, error):
         remote._actor = actor = WatchedActor(Broken(), HealthLimits())
         assert type(error).__name__ in await remote._poll_until_lost(actor, lambda to, body: None)
         assert await remote.stats() == {}
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_taken_is_a_loss(ray_session):
+    async def main() -> None:
+        front = Front(["remote-0"])
+        remote = await start("remote-0")
+        engine = LocalEngine(INFO, front, {}, entry="front", remotes={})
+        post, refused = engine._loop.post, []
+
+        def once(to, body):
+            if not refused:
+                refused.append(body)
+                raise ValueError("not now")
+            post(to, body, "remote-0")
+
+        engine._from_remote = lambda name, to, body: once(to, body)
+        engine.add_remote("remote-0", remote)
+        engine.submit(Submit("r1", (1,), SamplingParams(max_tokens=1)))
+        await until(lambda: len(front.told) == 2)
+        assert "not now" in front.told[0].error and front.told[1] == Back()
+        assert await answer(engine, "r2", 4) == (8,)
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+def test_when_nothing_can_be_told_the_engine_is_lost(ray_session):
+    async def main() -> None:
+        remote = await start("remote-0")
+        pid = remote.pid
+        given_up = asyncio.Event()
+
+        def post(to, body):
+            raise ValueError("never")
+
+        remote.connect(post, given_up.set)
+        remote.send(("r1", (1,)))
+        await asyncio.wait_for(given_up.wait(), 10)
+        assert isinstance(remote.failure, ExecutorLost)
+        await until(lambda: not is_running(pid))
+        await remote.aclose()
+
+    asyncio.run(main())
+
+
+def test_when_ray_cannot_kill_a_lost_actor_it_is_told_all_the_same(ray_session, monkeypatch):
+    async def main() -> None:
+        engine, front = await started(1)
+        (remote,) = engine._remotes.values()
+        pid = remote.pid
+
+        def refuse(handle):
+            raise RaySystemError("Ray was shut down")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("ray.kill", refuse)
+            engine.submit(Submit("r13", (13,), SamplingParams(max_tokens=1)))
+            await until(lambda: len(front.told) == 2)
+        assert remote.pid != pid and not is_running(pid)
+        await engine.aclose()
 
     asyncio.run(main())
 
