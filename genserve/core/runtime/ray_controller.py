@@ -123,7 +123,7 @@ class RemoteController:
 
     lost, back  make the message that says that the actor is gone (with the reason), and that a new one
                 is up and empty; both go to the first of `reply_to`.
-    released    told once that the actor's place is free.
+    released    awaited once the actor's place is free.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RemoteController:
         back: Callable[[], Any],
         options: Mapping[str, Any],
         limits: HealthLimits | None = None,
-        released: Callable[[], None] = lambda: None,
+        released: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.name = name
         self._reply_to = tuple(reply_to)
@@ -176,7 +176,7 @@ class RemoteController:
         back: Callable[[], Any],
         options: Mapping[str, Any] | None = None,
         limits: HealthLimits | None = None,
-        released: Callable[[], None] = lambda: None,
+        released: Callable[[], Awaitable[None]] | None = None,
     ) -> RemoteController:
         """Start an actor that holds `await build(*args)`, and wait until it is built (else `ConfigError`)."""
         ensure_ray()
@@ -311,7 +311,8 @@ class RemoteController:
                 for dying in filter(None, (self._before, actor)):
                     await dying.gone()
             finally:
-                self._released()
+                if self._released is not None:
+                    await self._released()
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,15 +336,16 @@ async def start_remotes(
 ) -> list[RemoteController]:
     """Start all of `specs` at once, in a placement group of their own, or none: `ConfigError` says why.
 
-    `swept` removes what the processes of this machine may have left behind; it runs after each has closed.
+    `swept` removes what the processes of this machine may have left behind; it runs in a thread, after
+    each has closed.
     """
     ensure_ray()
     reservation = await reserve(len(specs), placing)
 
-    def released(index: int) -> None:
+    async def released(index: int) -> None:
         reservation.release(index)
         if swept is not None:
-            swept()
+            await asyncio.to_thread(swept)
 
     starting = [
         asyncio.ensure_future(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from ray.exceptions import ObjectLostError, RaySystemError
@@ -11,7 +12,8 @@ from genserve.core.errors import ConfigError, ExecutorLost
 from genserve.core.runtime.health import HealthLimits
 from genserve.core.runtime.local_engine import LocalEngine
 from genserve.core.runtime.ray_actor import WatchedActor
-from genserve.core.runtime.ray_controller import RemoteController
+from genserve.core.runtime.ray_controller import RemoteController, RemoteSpec, start_remotes
+from genserve.core.runtime.ray_placement import Placing
 from genserve.core.types import SamplingParams, Submit
 
 from .doubling import INFO, Back, Front, Lost, answer, build, is_running, until
@@ -159,3 +161,20 @@ def test_when_no_actor_comes_back_the_engine_is_lost(ray_session, monkeypatch):
 def test_what_cannot_be_built_is_a_configuration_error(ray_session):
     with pytest.raises(ConfigError, match="cannot be built"):
         asyncio.run(start("remote", "bad"))
+
+
+def test_what_is_left_is_swept_after_each_has_closed_and_beside_the_loop(ray_session):
+    async def main() -> None:
+        threads: list[threading.Thread] = []
+        remotes = await start_remotes(
+            [RemoteSpec("remote-0", (), Lost, Back)],
+            build,
+            Placing({"CPU": 0.1}),
+            reply_to=("front",),
+            swept=lambda: threads.append(threading.current_thread()),
+        )
+        assert threads == []
+        await remotes[0].aclose()
+        assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+    asyncio.run(main())
