@@ -77,7 +77,7 @@ class WatchedActor:
         self.handle = handle
         self.limits = limits
         self.described: Any = None
-        self._node = ""
+        self._near = False  # on this machine
         self._process: Process | None = None
 
     @classmethod
@@ -88,7 +88,8 @@ class WatchedActor:
         actor = cls(actor_class.options(**options).remote(*args), limits)
         try:
             async with asyncio.timeout(limits.start_s):
-                actor._node, actor._process = await _built(actor.handle.process.remote())
+                node, actor._process = await _built(actor.handle.process.remote())
+                actor._near = node == ray.get_runtime_context().get_node_id()
                 actor.described = await _built(actor.handle.start.remote())
         except TimeoutError as error:
             actor.kill()
@@ -133,23 +134,23 @@ class WatchedActor:
     async def gone(self, timeout_s: float = 1.0) -> None:
         """Wait a little until a killed process of this machine has ended."""
         end_s = time.monotonic() + timeout_s
-        while self._process is not None and self._is_near() and is_alive(self._process):
+        while self._process is not None and self._near and is_alive(self._process):
             if time.monotonic() > end_s:
                 return
             await asyncio.sleep(0.005)
-
-    def _is_near(self) -> bool:
-        return self._node == str(ray.get_runtime_context().get_node_id())
 
     def dismiss(self) -> None:
         """End an actor that works and has nothing left to do."""
         ray.kill(self.handle)
 
     def kill(self) -> None:
-        """End its process at once, also one that is stopped."""
-        ray.kill(self.handle)
+        """End its process at once, also one that is stopped. Raises nothing: Ray itself may have ended."""
+        try:
+            ray.kill(self.handle)
+        except Exception as error:
+            logger.warning("Ray could not end the actor of process %s: %s", self.pid, error)
         # Ray takes five seconds over a stopped process, and kills it then on whatever machine it is.
-        if self._process is not None and self._is_near():
+        if self._process is not None and self._near:
             kill_process(self._process)
 
 

@@ -123,7 +123,7 @@ class RemoteController:
 
     lost, back  make the message that says that the actor is gone (with the reason), and that a new one
                 is up and empty; both go to the first of `reply_to`.
-    released    told once that the actor's place is free.
+    released    awaited once the actor's place is free.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RemoteController:
         back: Callable[[], Any],
         options: Mapping[str, Any],
         limits: HealthLimits | None = None,
-        released: Callable[[], None] = lambda: None,
+        released: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.name = name
         self._reply_to = tuple(reply_to)
@@ -176,7 +176,7 @@ class RemoteController:
         back: Callable[[], Any],
         options: Mapping[str, Any] | None = None,
         limits: HealthLimits | None = None,
-        released: Callable[[], None] = lambda: None,
+        released: Callable[[], Awaitable[None]] | None = None,
     ) -> RemoteController:
         """Start an actor that holds `await build(*args)`, and wait until it is built (else `ConfigError`)."""
         ensure_ray()
@@ -228,6 +228,18 @@ class RemoteController:
             actor.kill()
 
     async def _run(self, post: Callable[[str, Any], None], on_given_up: Callable[[], None]) -> None:
+        try:
+            await self._carry(post, on_given_up)
+        except Exception as error:  # nobody may wait for ever
+            logger.exception("nothing more can be carried to and from %s", self.name)
+            self.failure = ExecutorLost(f"{self.name} cannot be reached: {type(error).__name__}: {error}")
+            actor, self._actor = self._actor, None
+            if actor is not None:
+                self._before = actor
+                actor.kill()
+            on_given_up()
+
+    async def _carry(self, post: Callable[[str, Any], None], on_given_up: Callable[[], None]) -> None:
         while self._actor is not None:
             error = await self._poll_until_lost(self._actor, post)
             logger.error("%s is lost: %s", self.name, error)
@@ -254,6 +266,9 @@ class RemoteController:
                     return str(failure)
         except ActorLost as error:
             return str(error)
+        except Exception as error:
+            logger.exception("what %s sent cannot be taken", self.name)
+            return f"{type(error).__name__}: {error}"
 
     async def _restarted(self) -> WatchedActor | None:
         for delay_s in _RESTART_DELAYS_S:
@@ -296,7 +311,8 @@ class RemoteController:
                 for dying in filter(None, (self._before, actor)):
                     await dying.gone()
             finally:
-                self._released()
+                if self._released is not None:
+                    await self._released()
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,15 +336,16 @@ async def start_remotes(
 ) -> list[RemoteController]:
     """Start all of `specs` at once, in a placement group of their own, or none: `ConfigError` says why.
 
-    `swept` removes what the processes of this machine may have left behind; it runs after each has closed.
+    `swept` removes what the processes of this machine may have left behind; it runs in a thread, after
+    each has closed.
     """
     ensure_ray()
     reservation = await reserve(len(specs), placing)
 
-    def released(index: int) -> None:
+    async def released(index: int) -> None:
         reservation.release(index)
         if swept is not None:
-            swept()
+            await asyncio.to_thread(swept)
 
     starting = [
         asyncio.ensure_future(

@@ -112,6 +112,10 @@ class RayExecutor:
             lost = str(stuck)
         except ActorLost as error:
             lost = str(error)
+        except Exception as error:  # nobody may wait for ever
+            logger.exception("a worker cannot be watched")
+            lost = f"{type(error).__name__}: {error}"
+            self._actor.kill()
         logger.error("a worker is lost: %s", lost)
         self._lost.set_result(lost)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from ray.exceptions import ObjectLostError, RaySystemError
@@ -11,10 +12,11 @@ from genserve.core.errors import ConfigError, ExecutorLost
 from genserve.core.runtime.health import HealthLimits
 from genserve.core.runtime.local_engine import LocalEngine
 from genserve.core.runtime.ray_actor import WatchedActor
-from genserve.core.runtime.ray_controller import RemoteController
+from genserve.core.runtime.ray_controller import RemoteController, RemoteSpec, start_remotes
+from genserve.core.runtime.ray_placement import Placing
 from genserve.core.types import SamplingParams, Submit
 
-from .doubling import INFO, Back, Front, Lost, answer, build
+from .doubling import INFO, Back, Front, Lost, answer, build, is_running, until
 
 pytestmark = pytest.mark.ray
 
@@ -78,6 +80,68 @@ def test_whatever_ends_the_polls_is_a_loss(ray_session, error):
     asyncio.run(main())
 
 
+def test_what_cannot_be_taken_is_a_loss(ray_session):
+    async def main() -> None:
+        front = Front(["remote-0"])
+        remote = await start("remote-0")
+        engine = LocalEngine(INFO, front, {}, entry="front", remotes={})
+        post, refused = engine._loop.post, []
+
+        def once(to, body):
+            if not refused:
+                refused.append(body)
+                raise ValueError("not now")
+            post(to, body, "remote-0")
+
+        engine._from_remote = lambda name, to, body: once(to, body)
+        engine.add_remote("remote-0", remote)
+        engine.submit(Submit("r1", (1,), SamplingParams(max_tokens=1)))
+        await until(lambda: len(front.told) == 2)
+        assert "not now" in front.told[0].error and front.told[1] == Back()
+        assert await answer(engine, "r2", 4) == (8,)
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
+def test_when_nothing_can_be_told_the_engine_is_lost(ray_session):
+    async def main() -> None:
+        remote = await start("remote-0")
+        pid = remote.pid
+        given_up = asyncio.Event()
+
+        def post(to, body):
+            raise ValueError("never")
+
+        remote.connect(post, given_up.set)
+        remote.send(("r1", (1,)))
+        await asyncio.wait_for(given_up.wait(), 10)
+        assert isinstance(remote.failure, ExecutorLost)
+        await until(lambda: not is_running(pid))
+        await remote.aclose()
+
+    asyncio.run(main())
+
+
+def test_when_ray_cannot_kill_a_lost_actor_it_is_told_all_the_same(ray_session, monkeypatch):
+    async def main() -> None:
+        engine, front = await started(1)
+        (remote,) = engine._remotes.values()
+        pid = remote.pid
+
+        def refuse(handle):
+            raise RaySystemError("Ray was shut down")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("ray.kill", refuse)
+            engine.submit(Submit("r13", (13,), SamplingParams(max_tokens=1)))
+            await until(lambda: len(front.told) == 2)
+        assert remote.pid != pid and not is_running(pid)
+        await engine.aclose()
+
+    asyncio.run(main())
+
+
 def test_when_no_actor_comes_back_the_engine_is_lost(ray_session, monkeypatch):
     async def main() -> None:
         engine, _ = await started(1)
@@ -97,3 +161,20 @@ def test_when_no_actor_comes_back_the_engine_is_lost(ray_session, monkeypatch):
 def test_what_cannot_be_built_is_a_configuration_error(ray_session):
     with pytest.raises(ConfigError, match="cannot be built"):
         asyncio.run(start("remote", "bad"))
+
+
+def test_what_is_left_is_swept_after_each_has_closed_and_beside_the_loop(ray_session):
+    async def main() -> None:
+        threads: list[threading.Thread] = []
+        remotes = await start_remotes(
+            [RemoteSpec("remote-0", (), Lost, Back)],
+            build,
+            Placing({"CPU": 0.1}),
+            reply_to=("front",),
+            swept=lambda: threads.append(threading.current_thread()),
+        )
+        assert threads == []
+        await remotes[0].aclose()
+        assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+    asyncio.run(main())

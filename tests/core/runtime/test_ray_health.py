@@ -86,6 +86,25 @@ def test_every_run_of_an_executor_whose_actor_dies_or_hangs_fails_as_lost(ray_se
     asyncio.run(main())
 
 
+def test_every_run_of_an_executor_that_cannot_be_watched_fails_as_lost(ray_session, monkeypatch):
+    async def main() -> None:
+        executor = await RayExecutor.start(Doubler, limits=LIMITS)
+        events: list = []
+        pid = executor._actor.pid
+        executor.submit(Run("lane", 0, "double", (14,)), events.append)
+
+        async def broken(reply):
+            raise ValueError("no answer")
+
+        monkeypatch.setattr(executor._actor, "answer", broken)
+        await until(lambda: events)
+        assert isinstance(events[0], Failed) and events[0].lost
+        await until(lambda: not is_running(pid), 1.0)
+        await executor.aclose()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["stopped", "endless step"])
 def test_an_engine_in_an_actor_that_hangs_is_lost(ray_session, how):
     async def main() -> None:
