@@ -200,8 +200,13 @@ class OwnedPool:
         self.forget()
 
     def forget(self) -> None:
-        """Close the descriptor only: in a forked child, the parent's file and lock stay."""
-        os.close(self._fd)
+        """Close the descriptor only: in a forked child, the parent's file and lock stay.
+
+        Once: a closed descriptor's number soon is another file's.
+        """
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class PeerPool:

@@ -387,3 +387,20 @@ def test_full_is_full_for_drafts_too(open_store):
     with store.allocate((4096,), torch.uint8, ["a"]):
         with pytest.raises(StoreFull):
             store.allocate((0,), torch.uint8, ["a"])
+
+
+def test_a_closed_store_closes_no_other_file_in_a_forked_child(tmp_path):
+    store = TensorStore.open(pool_bytes=4096, directory=tmp_path)
+    number = store._local.pool._fd
+    store.close()
+    fd = os.open(tmp_path, os.O_RDONLY)
+    assert fd == number, "the number is free again"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.fstat(fd)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(fd)
