@@ -1,0 +1,1 @@
+"""Text-to-image workflows: a Python DSL, its compiler, and a coordinator of model nodes (LegoDiffusion)."""

@@ -1,0 +1,90 @@
+"""`Model`, which a model's developer subclasses (LegoDiffusion §4.1, Figure 6), and `ModelPatch`.
+
+Owns the declaration of ports and the life of patches on the declaring side. A call records a node in the
+current workflow and runs nothing; `load` and `execute` run in a worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from genserve.t2i.ports import REQUIRED, InputPort, OutputPort, port_type
+
+
+class Model:
+    """A model of a workflow, or any step between two models.
+
+        class Upscale(Model):
+            def setup_io(self):
+                self.add_input("image", Image)
+                self.add_input("factor", int, default=2)
+                self.add_output("image", Image)
+
+            def load(self, model_path, device):
+                return {"net": load_net(model_path).to(device)}
+
+            def execute(self, model_components, image, factor):
+                return {"image": model_components["net"](image, factor)}
+
+    Keyword arguments of the constructor are the model's parameters: JSON values, kept in `params`, part of its
+    identity. `model_path` (a folder, or a hub id) is hashed by content. Everything else happens in `setup_io`.
+
+    `execute` gets absent optional inputs as None, images as uint8 tensors (height, width, 3), and deferred
+    inputs as lazy tensors or sequences of them. It returns a dict of all declared outputs, and must be a pure
+    function of its inputs: what is random takes a seed, and what one step hands to the next (a solver's
+    history, a step cache) is an output that a loop carries.
+
+    Lists of models that can be built from a folder read its configuration in `setup_io`, never its weights.
+    A worker calls `execute` of one model from one thread at a time, under `torch.no_grad()`, with tensors on its device.
+    """
+
+    # Folder under `model_path` whose weights this node loads; () means none, and shares nothing with others.
+    weights: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+        self.input_ports: list[InputPort] = []
+        self.output_ports: list[OutputPort] = []
+        self.patches: list[ModelPatch] = []
+        self.setup_io()
+
+    def setup_io(self) -> None:
+        raise NotImplementedError
+
+    def load(self, model_path: str | None, device: str) -> dict[str, Any]:
+        """The loaded parts, shared by all nodes of equal identity; nothing for a model without weights."""
+        return {}
+
+    def execute(self, model_components: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def add_input(
+        self, name: str, data_type: Any, *, deferred: bool = False, default: Any = REQUIRED
+    ) -> None:
+        """Declare an input; the order of declaration is that of positional arguments."""
+        self.input_ports.append(InputPort(name, port_type(data_type), deferred, default))
+
+    def add_output(self, name: str, data_type: Any) -> None:
+        self.output_ports.append(OutputPort(name, port_type(data_type)))
+
+    def add_patch(self, patch: ModelPatch) -> None:
+        """From now on calls of this model run with `patch` on its weights."""
+        self.patches.append(patch)
+
+    def rm_patch(self, patch: ModelPatch) -> None:
+        """Calls recorded from now on run without it. Raises `ValueError` if it isn't on."""
+        self.patches.remove(patch)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Record a node in the current workflow: its one output, or a tuple of them in declared order."""
+        from genserve.t2i.workflow import Workflow
+
+        return Workflow.current().call(self, args, inputs)
+
+
+class ModelPatch:
+    """A weight-patching adapter, such as a LoRA: a folder or file at `model_path`, and a `scale`."""
+
+    def __init__(self, model_path: str, scale: float = 1.0) -> None:
+        self.model_path = model_path
+        self.scale = scale
