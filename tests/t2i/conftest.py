@@ -30,7 +30,7 @@ class TinyFolders:
         family: str,
         seed: int = 0,
         rank: int = 4,
-        alpha: float | None = None,
+        alpha: int | None = None,
         text_encoders: bool = False,
     ) -> str:
         from genserve.t2i.models.tiny import build_tiny_lora

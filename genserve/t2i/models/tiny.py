@@ -61,7 +61,7 @@ def build_tiny_lora(
     folder: str | Path,
     seed: int = 0,
     rank: int = 4,
-    alpha: float | None = None,
+    alpha: int | None = None,
     text_encoders: bool = False,
 ) -> Path:
     """Write an adapter for the checkpoints of `family` with the stock pipeline's own `save_lora_weights`.
