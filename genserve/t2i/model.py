@@ -55,7 +55,7 @@ class Model:
         """The loaded parts, shared by all nodes of equal identity; nothing for a model without weights."""
         return {}
 
-    def execute(self, model_components: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+    def execute(self, model_components: dict[str, Any], *args: Any, **inputs: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def add_input(
