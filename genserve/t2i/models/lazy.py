@@ -9,12 +9,13 @@ the blocks before run while the ControlNet still does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
-class LazyTensors(Sequence[torch.Tensor]):
+class LazyTensors(Sequence[Any]):
     """`length` tensors, each fetched by `fetch(index)` when first indexed, and kept from then on."""
 
     def __init__(self, length: int, fetch: Callable[[int], torch.Tensor]) -> None:

@@ -255,6 +255,11 @@ def _state(solver: Any) -> list[torch.Tensor]:
     return []
 
 
+def control_scale(scale: float, step: int, num_steps: int, start: float, end: float) -> float:
+    """The strength of a ControlNet at `step`: 0 outside of the share of steps from `start` to `end`."""
+    return scale * (1.0 - float(step / num_steps < start or (step + 1) / num_steps > end))
+
+
 class Schedule(Model):
     """A request's schedule: no weights, and nothing but numbers in and out, so it may be computed when compiling.
 

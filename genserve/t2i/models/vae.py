@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.core.errors import InvalidRequest
 from genserve.t2i.model import Model
-from genserve.t2i.models.calls import call_for
 from genserve.t2i.models.checkpoint import patch_size, vae_scale_factor
 from genserve.t2i.models.latents import LATENTS, normal, to_image, to_pixels
 from genserve.t2i.ports import IMAGE
@@ -25,7 +24,8 @@ class VAE(Model):
     """Encodes a picture to latents, or decodes latents to a picture; a call has the one output of its `mode`.
 
     Encoding resizes to `height` x `width` where given, and samples the posterior with `seed` (as the pipelines do,
-    the first of the seed's draws), or takes its most likely value without one.
+    the first of the seed's draws), or takes its most likely value without one. `shift` false leaves the latents
+    unshifted, as some ControlNets want the control image.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("vae",)
@@ -37,14 +37,15 @@ class VAE(Model):
         self.add_input("height", int, default=None)
         self.add_input("width", int, default=None)
         self.add_input("seed", int, default=None)
+        self.add_input("shift", bool, default=True)
         self.add_output("latents", LATENTS)
         self.add_output("image", IMAGE)
 
-    def __call__(self, *args: Any, mode: str = "decode", **inputs: Any) -> Any:
+    def outputs_for(self, inputs: dict[str, Any]) -> tuple[str, ...]:
+        mode = inputs.get("mode", "decode")
         if mode not in ("encode", "decode"):
             raise TypeError(f'mode is {mode!r}; it is "encode" or "decode"')
-        outputs = ("latents",) if mode == "encode" else ("image",)
-        return call_for(self, outputs, args, {**inputs, "mode": mode})
+        return ("latents",) if mode == "encode" else ("image",)
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
@@ -65,6 +66,7 @@ class VAE(Model):
         height: int | None = None,
         width: int | None = None,
         seed: int | None = None,
+        shift: bool = True,
     ) -> dict[str, Any]:
         vae = model_components["vae"]
         if mode == "encode":
@@ -72,13 +74,14 @@ class VAE(Model):
                 raise InvalidRequest("image", "encoding needs one")
             path = self.params["model_path"]
             pixels = to_pixels(image, height, width, vae_scale_factor(path) * patch_size(path))
-            return {"latents": encode(vae, pixels, seed)}
+            return {"latents": encode(vae, pixels, seed, shift)}
         if latents is None:
             raise InvalidRequest("latents", "decoding needs them")
         return {"image": decode(vae, latents)}
 
 
-def encode(vae: Any, pixels: torch.Tensor, seed: int | None) -> torch.Tensor:
+def encode(vae: Any, pixels: torch.Tensor, seed: int | None = None, shift: bool = True) -> torch.Tensor:
+    """Latents of pixels (1 x 3 x height x width, -1 to 1), shifted and scaled as the denoiser knows them."""
     posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
     latents = posterior.mean
     if seed is not None:
@@ -87,7 +90,7 @@ def encode(vae: Any, pixels: torch.Tensor, seed: int | None) -> torch.Tensor:
     mean, std = _per_channel(vae, latents)
     if mean is not None:
         return (latents - mean) * vae.config.scaling_factor / std
-    if vae.config.shift_factor is not None:
+    if shift and vae.config.shift_factor is not None:
         latents = latents - vae.config.shift_factor
     return latents * vae.config.scaling_factor
 
