@@ -24,7 +24,7 @@ class VAE(Model):
     """Encodes a picture to latents, or decodes latents to a picture; a call has the one output of its `mode`.
 
     Encoding resizes to `height` x `width` where given, and samples the posterior with `seed` (as the pipelines do,
-    the first of the seed's draws), or takes its most likely value without one. `shift` false leaves the latents
+    the `draw`-th of the seed's, from 0), or takes its most likely value without one. `shift` false leaves the latents
     unshifted, as some ControlNets want the control image.
     """
 
@@ -38,6 +38,7 @@ class VAE(Model):
         self.add_input("width", int, default=None)
         self.add_input("seed", int, default=None)
         self.add_input("shift", bool, default=True)
+        self.add_input("draw", int, default=0)
         self.add_output("latents", LATENTS)
         self.add_output("image", IMAGE)
 
@@ -67,6 +68,7 @@ class VAE(Model):
         width: int | None = None,
         seed: int | None = None,
         shift: bool = True,
+        draw: int = 0,
     ) -> dict[str, Any]:
         vae = model_components["vae"]
         if mode == "encode":
@@ -74,18 +76,20 @@ class VAE(Model):
                 raise InvalidRequest("image", "encoding needs one")
             path = self.params["model_path"]
             pixels = to_pixels(image, height, width, vae_scale_factor(path) * patch_size(path))
-            return {"latents": encode(vae, pixels, seed, shift)}
+            return {"latents": encode(vae, pixels, seed, shift, draw)}
         if latents is None:
             raise InvalidRequest("latents", "decoding needs them")
         return {"image": decode(vae, latents)}
 
 
-def encode(vae: Any, pixels: torch.Tensor, seed: int | None = None, shift: bool = True) -> torch.Tensor:
+def encode(
+    vae: Any, pixels: torch.Tensor, seed: int | None = None, shift: bool = True, draw: int = 0
+) -> torch.Tensor:
     """Latents of pixels (1 x 3 x height x width, -1 to 1), shifted and scaled as the denoiser knows them."""
     posterior = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
     latents = posterior.mean
     if seed is not None:
-        noise = normal(posterior.mean.shape, seed, dtype=posterior.mean.dtype).to(vae.device)
+        noise = normal(posterior.mean.shape, seed, draw, posterior.mean.dtype).to(vae.device)
         latents = posterior.mean + posterior.std * noise
     mean, std = _per_channel(vae, latents)
     if mean is not None:

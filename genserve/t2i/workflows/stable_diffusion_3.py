@@ -24,7 +24,7 @@ def sd3(
         prompt_3 = wf.add_input("prompt_3", str, default=None, description="For the T5 encoder")
         negative_prompt = wf.add_input("negative_prompt", str, default="")
         guidance_scale = wf.add_input("guidance_scale", float, default=7.0, description="Up to 1: none")
-        seed = wf.add_input("seed", int, default=None)
+        seed = wf.add_input("seed", int)
         num_steps = wf.add_input("num_steps", int, default=28 if mode == "text" else 50)
         height = wf.add_input("height", int, default=default_size(model_path))
         width = wf.add_input("width", int, default=default_size(model_path))
