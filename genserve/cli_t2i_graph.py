@@ -1,4 +1,4 @@
-"""`genserve t2i`: text-to-image workflows from the command line."""
+"""`genserve t2i graph`: a picture of a workflow."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Look at text-to-image workflows.",
-    rich_markup_mode=None,
-)
-
-
-@app.callback()
-def t2i() -> None:
-    """Look at text-to-image workflows."""
-
-
-@app.command()
 def graph(
     file: Annotated[
         Path, typer.Argument(help="A Python file that defines a workflow (it is executed), or JSON.")
