@@ -177,7 +177,7 @@ class CompletionResponse(Response):
         try:
             requests = await self._requests()
             async with self._completion(requests) as completion:
-                self._lease.completion = completion
+                self._lease.work = completion
                 try:
                     await (self._stream if self._body.stream else self._whole)(send, completion)
                 finally:
