@@ -58,8 +58,8 @@ def decode(data: bytes, field: str) -> Any:
         if getattr(image, "n_frames", 1) > 1:
             raise InvalidRequest(field, "is an animation")
         image.load()
-        image = ImageOps.exif_transpose(image)
-        return image.convert("RGBA" if image.has_transparency_data else "RGB")
+        upright = ImageOps.exif_transpose(image)
+        return upright.convert("RGBA" if upright.has_transparency_data else "RGB")
     except InvalidRequest:
         raise
     except UnidentifiedImageError:
