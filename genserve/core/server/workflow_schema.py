@@ -22,7 +22,7 @@ from pydantic import (
 from genserve.core.errors import InvalidRequest, UnsupportedField
 from genserve.core.server.pictures import OutputFormat, from_base64, opaque
 from genserve.core.server.protocol import first_error
-from genserve.core.workflows import REQUIRED, LoraUse, PortType, WorkflowInfo
+from genserve.core.workflows import REQUIRED, LoraUse, PortType, WorkflowInfo, WorkflowInput
 
 MAX_IMAGES = 10  # of one request, as in OpenAI's API
 MAX_LORAS = 16
@@ -145,7 +145,7 @@ class WorkflowBody:
             if declared.name == "seed":
                 limits = {"minimum": 0, "maximum": MAX_SEED, **limits}
             kind = annotation_of(declared.type, limits)
-            default = declared.default
+            default = _default(declared)
             shown: dict[str, Any] = {"alias": declared.name, "description": declared.description or None}
             if default is REQUIRED:
                 fields[f"input_{index}"] = (kind, Field(**shown))
@@ -156,7 +156,7 @@ class WorkflowBody:
         self.inputs_model: type[BaseModel] = create_model(title, __config__=_STRICT, **fields)
         inputs = (
             (self.inputs_model, ...)
-            if any(declared.default is REQUIRED for declared in info.inputs)
+            if any(_default(declared) is REQUIRED for declared in info.inputs)
             else (self.inputs_model, Field(default_factory=self.inputs_model))
         )
         title = f"{info.name} request"
@@ -189,6 +189,12 @@ class WorkflowBody:
         }
 
 
+def _default(declared: WorkflowInput) -> Any:
+    """The default of a request over HTTP, where a seed that nobody gives is drawn."""
+    drawn = declared.name == "seed" and declared.default is REQUIRED
+    return None if drawn else declared.default
+
+
 class WorkflowBodies:
     """The forms of workflows, made once each."""
 
@@ -219,8 +225,8 @@ def describe(info: WorkflowInfo, body: WorkflowBody | None = None) -> dict[str, 
         {
             "name": declared.name,
             "type": type_name(declared.type),
-            "required": declared.default is REQUIRED,
-            **({} if declared.default is REQUIRED else {"default": declared.default}),
+            "required": _default(declared) is REQUIRED,
+            **({} if _default(declared) is REQUIRED else {"default": _default(declared)}),
             **info.limits.get(declared.name, {}),
             **({"description": declared.description} if declared.description else {}),
         }

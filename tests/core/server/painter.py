@@ -45,7 +45,7 @@ def _info(name: str, *more: WorkflowInput, size: bool = True) -> WorkflowInfo:
         (
             WorkflowInput("prompt", TEXT, REQUIRED, "What the picture shows."),
             WorkflowInput("negative_prompt", TEXT, ""),
-            WorkflowInput("seed", INT, None),
+            WorkflowInput("seed", INT, REQUIRED),
             WorkflowInput("num_steps", INT, 4),
             WorkflowInput("guidance_scale", FLOAT, 5.0),
             *(sizes if size else ()),
