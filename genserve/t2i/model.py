@@ -6,8 +6,11 @@ current workflow and runs nothing; `load` and `execute` run in a worker.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from genserve.core.errors import ConfigError
 from genserve.t2i.ports import REQUIRED, InputPort, OutputPort, port_type
 
 
@@ -40,6 +43,17 @@ class Model:
 
     # Folder under `model_path` whose weights this node loads; () means none, and shares nothing with others.
     weights: ClassVar[tuple[str, ...]] = ()
+
+    # Classes with the same key share what `load` returns, given the same files and `load_params`: a VAE's encode
+    # and decode nodes, say. The default is the class itself.
+    load_key: ClassVar[str] = ""
+
+    # Names of the parameters, besides `model_path`, that `load` depends on; None means all of them.
+    load_params: ClassVar[tuple[str, ...] | None] = None
+
+    # Whether the compiler may run `execute` itself when all inputs are constants: cheap, pure, no weights, no torch,
+    # and JSON values as outputs.
+    foldable: ClassVar[bool] = False
 
     def __init__(self, **params: Any) -> None:
         self.params = params
@@ -75,6 +89,13 @@ class Model:
         """Calls recorded from now on run without it. Raises `ValueError` if it isn't on."""
         self.patches.remove(patch)
 
+    @classmethod
+    def loading(cls, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """What tells whether two models share what they load, but for the files: a key and some parameters."""
+        names = params if cls.load_params is None else cls.load_params
+        key = cls.load_key or f"{cls.__module__}:{cls.__qualname__}"
+        return key, {name: params[name] for name in sorted(names) if name != "model_path" and name in params}
+
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Record a node in the current workflow: its one output, or a tuple of them in declared order."""
         from genserve.t2i.workflow import Workflow
@@ -88,3 +109,17 @@ class ModelPatch:
     def __init__(self, model_path: str, scale: float = 1.0) -> None:
         self.model_path = model_path
         self.scale = scale
+
+
+def model_class(name: str) -> type[Any]:
+    """The class that a `ModelSpec` names, "module:Class"; a `Model` or a `ModelPatch`. Raises `ConfigError`."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"model {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Model | ModelPatch)):
+        raise ConfigError(f"{name!r} is no model")
+    return found
