@@ -20,7 +20,7 @@ from typing import Any
 
 from genserve.core.control import Done, Effect, Event, Failed, Message, Run, Send, Timer, WakeAt
 from genserve.core.errors import ExecutionFailed
-from genserve.t2i.instance import Outline, Task, Value, reads
+from genserve.t2i.instance import Outline, Task, Value, reads, values_in
 from genserve.t2i.job import Job
 from genserve.t2i.ledger import ExecutorState, Flight, Ledger, input_bytes, reachable
 from genserve.t2i.messages import (
@@ -525,7 +525,7 @@ class Coordinator:
                     )
         if job.num_undone or job.outputs is None:
             return
-        wanted = [value for image in job.outputs for value in image.values() if type(value) is Value]
+        wanted = [value for image in job.outputs for source in image.values() for value in values_in(source)]
         if not self._is_home(job, wanted):
             return
         job.finished = True
@@ -677,7 +677,7 @@ class Coordinator:
                     task.id,
                     task.job.order,
                     task.depth,
-                    model.identity,
+                    task.job.outline.weights[task.node.id],
                     model.num_bytes,
                     only,
                     tuple(after),
@@ -734,11 +734,12 @@ class Coordinator:
                     if source is not None
                 )
         model = task.node.model
-        code = None
-        if model.identity not in executor.known:
-            executor.known.add(model.identity)
-            code = self._codes.get(model.identity) or ModelCode(model)
-        unload = () if aside else executor.use(model.identity, model.num_bytes)
+        name, code = job.outline.codes[task.node.id], None
+        if name not in executor.known:
+            executor.known.add(name)
+            code = self._codes.get(name) or ModelCode(model)
+        weights = job.outline.weights[task.node.id]
+        unload = () if aside else executor.use(weights, model.num_bytes)
         keep = tuple(port for port, value in task.values.items() if job.is_wanted(value))
         flight.keep = keep
         task.state, task.flight = "flying", flight
@@ -749,7 +750,8 @@ class Coordinator:
         args = RunTask(
             task.id,
             task.node.id,
-            model.identity,
+            name,
+            weights,
             inputs,
             tuple(task.values),
             keep,
@@ -783,7 +785,8 @@ class Coordinator:
             if declared.deferred:
                 flight.awaits[source] = key
                 flight.reads[key] = source, ""
-                return Later(key, declared.type.kind, declared.type.length)
+                kind = declared.type.item or declared.type
+                return Later(key, kind.kind, kind.length)
             flight.reads[key] = source, ""
             return Here(key)
         place = source.places.get(space)

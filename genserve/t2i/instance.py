@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from typing import Any
 
@@ -24,10 +25,14 @@ from genserve.t2i.graph import (
     Graph,
     Item,
     Length,
+    ListOf,
     Loop,
     LoopCount,
     LoopIndex,
+    ModelSpec,
     Node,
+    edges,
+    leaves,
 )
 
 SEED = "seed"
@@ -121,6 +126,8 @@ class Outline:
     carried: dict[tuple[str, str], CarriedValue] = field(default_factory=dict)
     deferred: dict[str, frozenset[str]] = field(default_factory=dict)  # ports of each node
     carriers: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)  # output -> carried value
+    weights: dict[str, str] = field(default_factory=dict)  # node -> identity of what it loads
+    codes: dict[str, str] = field(default_factory=dict)  # node -> name of its model's code
     adapters: set[str] = field(default_factory=set)  # nodes that only load what patches use
     cone: tuple[Node, ...] = ()  # from what the last loop carries to the images: what a preview repeats
     _varying: set[tuple[str, str]] = field(default_factory=set)  # carried values that differ between images
@@ -138,6 +145,8 @@ class Outline:
             if isinstance(value.next, FromNode):
                 outline.carriers[value.next.node, value.next.port] = loop, name
         for node in outline.nodes.values():
+            name = outline.codes[node.id] = code_name(node.model)
+            outline.weights[node.id] = node.model.identity or name
             outline.adapters |= {
                 patch.adapter.node for patch in node.patches if isinstance(patch.adapter, FromNode)
             }
@@ -168,7 +177,7 @@ class Outline:
                     first = value.first is not None and self.varies(value.first)
                     if whole or first or self.varies(value.next):
                         self._varying.add((item.id, value.name))
-            elif all_of_them or any(self.varies(edge) for edge in edges_of(item)):
+            elif all_of_them or any(self.varies(edge) for edge in edges(item)):
                 self.per_image.add(item.id)
 
     def varies(self, edge: Edge) -> bool:
@@ -182,6 +191,8 @@ class Outline:
                 return (loop, name) in self._varying
             case LoopCount(loop) | LoopIndex(loop):
                 return loop in self.per_image
+            case ListOf(items):
+                return any(self.varies(item) for item in items)
         return False
 
     def _cone(self) -> Iterator[Node]:
@@ -198,13 +209,13 @@ class Outline:
         of_loop: set[str] = set()
         for node in after:
             assert isinstance(node, Node)
-            if any(_is_after(edge, last.id, of_loop) for edge in edges_of(node)):
+            if any(_is_after(edge, last.id, of_loop) for edge in edges(node)):
                 of_loop.add(node.id)
         needed: list[Node] = []
         for node in reversed(after):
             if isinstance(node, Node) and node.id in wanted and node.id in of_loop:
                 needed.append(node)
-                wanted |= {edge.node for edge in edges_of(node) if isinstance(edge, FromNode)}
+                wanted |= {edge.node for edge in edges(node) if isinstance(edge, FromNode)}
         yield from reversed(needed)
 
 
@@ -214,13 +225,9 @@ def _is_after(edge: Edge, loop: str, of_loop: set[str]) -> bool:
     return isinstance(edge, FromNode) and edge.node in of_loop
 
 
-def edges_of(node: Node) -> Iterator[Edge]:
-    """Of its inputs and of its patches' adapters."""
-    for _, edge in node.inputs:
-        yield edge
-    for patch in node.patches:
-        if patch.adapter is not None:
-            yield patch.adapter
+def code_name(spec: ModelSpec) -> str:
+    """Models of equal class and parameters have the same; they may share weights with others."""
+    return sha256(f"{spec.identity} {spec.cls} {spec.params!r}".encode()).hexdigest()[:16]
 
 
 class Instance:
@@ -316,7 +323,7 @@ class Instance:
             if type(source) is Value:
                 (task.deferred if port in lazy else task.eager).append(source)
             elif type(source) is list:
-                task.eager.extend(found for found in source if type(found) is Value)
+                (task.deferred if port in lazy else task.eager).extend(values_in(source))
         for patch in node.patches:
             task.adapters.append(
                 None if patch.adapter is None else self._resolve(patch.adapter, steps, image)
@@ -363,6 +370,9 @@ class Instance:
                 return self._given[edge.source.name][steps[len(outline.around[edge.loop])]]
             if type(edge) is Length:
                 return len(self._given[edge.source.name])
+            if type(edge) is ListOf:
+                return [self._resolve(item, steps, image, preview) for item in edge.items]
+            assert isinstance(edge, Carried | FromLoop | LoopIndex | LoopCount)
             loop = edge.loop
             level = len(outline.around[loop])
             if type(edge) is LoopIndex:
@@ -370,6 +380,7 @@ class Instance:
             first, end = self._range(loop, steps[:level], image)
             if type(edge) is LoopCount:
                 return end
+            assert isinstance(edge, Carried | FromLoop)
             value = outline.carried[loop, edge.name]
             if type(edge) is Carried:
                 before = steps[level]
@@ -395,19 +406,18 @@ class Instance:
 
     def _reads(self, item: Node | Loop) -> Iterator[tuple[str, str]]:
         """Outputs of nodes that `item` may turn out to read."""
-        edges: list[Edge] = []
-        _collect(item, edges)
-        seen: set[Edge] = set()
-        while edges:
-            edge = edges.pop()
-            if edge in seen or isinstance(edge, Const):
-                continue
-            seen.add(edge)
+        stack = list(edges(item))
+        seen: set[int] = set()
+        while stack:
+            edge = stack.pop()
             if isinstance(edge, FromNode):
                 yield edge.node, edge.port
             elif isinstance(edge, FromLoop | Carried):
                 value = self.outline.carried[edge.loop, edge.name]
-                edges.extend(found for found in (value.first, value.next) if found is not None)
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    for further in (value.first, value.next):
+                        stack += () if further is None else leaves(further)
 
     # -- results ---------------------------------------------------------------------------------------
 
@@ -432,7 +442,7 @@ class Instance:
         names = {
             edge.name
             for node in outline.cone
-            for edge in edges_of(node)
+            for edge in edges(node)
             if isinstance(edge, FromLoop) and edge.loop == loop
         }
         for image in range(self.num_images):
@@ -468,15 +478,13 @@ class Instance:
         return made
 
 
-def _collect(item: Node | Loop, edges: list[Edge]) -> None:
-    if isinstance(item, Node):
-        edges.extend(edges_of(item))
-        return
-    edges += [item.count, item.first]
-    for value in item.carried:
-        edges.extend(edge for edge in (value.first, value.next) if edge is not None)
-    for inner in item.body:
-        _collect(inner, edges)
+def values_in(source: Source) -> Iterator[Value]:
+    """The values that an input is, or is made of."""
+    if type(source) is Value:
+        yield source
+    elif type(source) is list:
+        for item in source:
+            yield from values_in(item)
 
 
 def reads(task: Task) -> Iterator[Value]:

@@ -81,7 +81,7 @@ class ModelCode:
 class RunTask:
     """Execute a model.
 
-    model    identity; `code` comes with its first use on a worker.
+    model    name of its code; `code` comes with its first use on a worker. `weights`: identity.
     outputs  what it declares, of which somebody reads `keep`: those stay under (run id, port).
     unload   identities that have to go first.
     release  values that nobody needs any more.
@@ -90,6 +90,7 @@ class RunTask:
     task: int
     node: str
     model: str
+    weights: str
     inputs: tuple[tuple[str, Given | Here | There | Later | Several], ...]
     outputs: tuple[str, ...]
     keep: tuple[str, ...]
@@ -156,7 +157,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A compiled workflow under a name, with the code of its models by identity; it replaces one of that name."""
+    """A compiled workflow under a name, with the codes of its models by name; it replaces one of that name."""
 
     name: str
     graph: Graph

@@ -6,6 +6,7 @@ current workflow and runs nothing; `load` and `execute` run in a worker.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -69,7 +70,7 @@ class Model:
         """The loaded parts, shared by all nodes of equal identity; nothing for a model without weights."""
         return {}
 
-    def execute(self, model_components: dict[str, Any], **inputs: Any) -> dict[str, Any]:
+    def execute(self, model_components: dict[str, Any], *args: Any, **inputs: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def add_input(
@@ -89,6 +90,10 @@ class Model:
         """Calls recorded from now on run without it. Raises `ValueError` if it isn't on."""
         self.patches.remove(patch)
 
+    def outputs_for(self, inputs: dict[str, Any]) -> tuple[str, ...] | None:
+        """Which outputs a call with these keyword inputs has, for models with several ways to be called; None: all."""
+        return None
+
     @classmethod
     def loading(cls, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """What tells whether two models share what they load, but for the files: a key and some parameters."""
@@ -97,10 +102,27 @@ class Model:
         return key, {name: params[name] for name in sorted(names) if name != "model_path" and name in params}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Record a node in the current workflow: its one output, or a tuple of them in declared order."""
+        """Record a node in the current workflow: its one output, or a tuple of them in declared order.
+
+        An output named `warnings`, a list of sentences, isn't among them: the runtime gathers it.
+        """
         from genserve.t2i.workflow import Workflow
 
-        return Workflow.current().call(self, args, inputs)
+        view = self._view(self.outputs_for(inputs))
+        values = Workflow.current().call(view, args, inputs)
+        names = [port.name for port in view.output_ports]
+        if len(names) == 1 or "warnings" not in names:
+            return values
+        kept = tuple(value for name, value in zip(names, values, strict=True) if name != "warnings")
+        return kept if len(kept) > 1 else kept[0]
+
+    def _view(self, outputs: tuple[str, ...] | None) -> Model:
+        """This model with only `outputs` declared: the same in all else, patches and identity too."""
+        if outputs is None:
+            return self
+        view = copy.copy(self)
+        view.output_ports = [port for port in self.output_ports if port.name in outputs]
+        return view
 
 
 class ModelPatch:

@@ -126,3 +126,20 @@ class InputPort:
 class OutputPort:
     name: str
     type: PortType
+
+
+@dataclass(frozen=True, slots=True)
+class CfgPorts:
+    """How a model that does classifier-free guidance inside one node may be split into two nodes and a `Guidance`.
+
+    The conditional half is called without the `unconditional` ports; the unconditional half gets their values
+    at the `conditional` ports, pairwise, and is called without them too. `Guidance` joins their `output`s with the
+    value of port `guidance`. Port `branch` (int), where there is one, tells a half which row of inputs that still
+    come as a pair, such as a ControlNet's residuals, is its own: 0 the unconditional one, 1 the conditional one.
+    """
+
+    conditional: tuple[str, ...]
+    unconditional: tuple[str, ...]
+    guidance: str
+    output: str
+    branch: str | None = None

@@ -5,18 +5,15 @@ It blocks and knows of no request: a task says where its inputs are, and its out
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from genserve.core.errors import ExecutionFailed, GenserveError, TensorError
-from genserve.t2i.graph import ModelSpec
 from genserve.t2i.messages import (
     ADAPTER,
     ARRIVE,
@@ -41,7 +38,7 @@ from genserve.t2i.messages import (
     Stored,
     There,
 )
-from genserve.t2i.model import Model
+from genserve.t2i.model import Model, model_class
 from genserve.t2i.models.lazy import LazyTensor, LazyTensors
 from genserve.t2i.space import Space
 
@@ -58,32 +55,23 @@ class _NotHere(Exception):
         self.key = key
 
 
-def model_class(code: ModelCode) -> type[Model]:
-    """The class of a model: unpickled, or imported by name."""
-    if code.pickled is not None:
+def make_model(code: ModelCode) -> Model:
+    """The model, its class unpickled or imported by name; nothing is loaded."""
+    if code.pickled is None:
+        found = model_class(code.spec.cls)
+    else:
         import cloudpickle  # type: ignore[import-untyped]
 
         found = cloudpickle.loads(code.pickled)
-    else:
-        module, _, name = code.spec.cls.partition(":")
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    model: Model = found(**dict(code.spec.params))
+    return model
 
 
-def make_model(code: ModelCode) -> Model:
-    return model_class(code)(**dict(code.spec.params))
+class Weights:
+    """What a model has loaded: shared by all nodes of equal identity, and patched for one task at a time."""
 
-
-class LoadedModel:
-    """A model and its parts on the device; without weights there is nothing to load."""
-
-    def __init__(self, code: ModelCode, device: str) -> None:
-        self.spec: ModelSpec = code.spec
-        self.model = make_model(code)
-        self.components = self.model.load(self.model.params.get("model_path"), device)
-        self.execute: Callable[..., dict[str, Any]] = self.model.execute
+    def __init__(self, components: dict[str, Any]) -> None:
+        self.components = components
         self.patcher: Any = None
 
 
@@ -98,7 +86,8 @@ class T2iWorker:
         self._device = device
         self._wait_s = wait_s
         self._codes: dict[str, ModelCode] = {}
-        self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
+        self._models: dict[str, Model] = {}
+        self._weights: dict[str, Weights] = {}
         self._given_up: set[int] = set()
         self._lock = threading.Lock()  # of what both lanes change
         self._failed_arrivals: dict[Key, str] = {}
@@ -121,7 +110,7 @@ class T2iWorker:
         if run.code is not None:
             self._codes[run.model] = run.code
         for identity in run.unload:
-            self._loaded.pop(identity, None)
+            self._weights.pop(identity, None)
         try:
             if run.run in self._given_up:
                 return Skipped()
@@ -146,14 +135,17 @@ class T2iWorker:
                 inputs[port] = values[source.key]
             else:
                 inputs[port] = self._input(source, run)
-        loaded = self._loaded.get(run.model)
-        if loaded is None:
-            loaded = self._load(run.model)
+        model = self._models.get(run.model)
+        if model is None:
+            model = self._models[run.model] = self._made(run.model)
+        weights = self._weights.get(run.weights)
+        if weights is None:
+            weights = self._weights[run.weights] = self._loaded(model)
         begin_s = time.perf_counter()
         with torch.no_grad():
-            if run.patches or loaded.patcher is not None:
-                self._patch(loaded, run)
-            made = loaded.execute(loaded.components, **inputs)
+            if run.patches or weights.patcher is not None:
+                self._patch(weights, run)
+            made = model.execute(weights.components, **inputs)
         duration_s = time.perf_counter() - begin_s
         if not isinstance(made, dict) or made.keys() != set(run.outputs):
             found = sorted(made) if isinstance(made, dict) else type(made).__name__
@@ -205,21 +197,23 @@ class T2iWorker:
 
     # -- models ----------------------------------------------------------------------------------------
 
-    def _load(self, identity: str) -> LoadedModel:
-        code = self._codes.get(identity)
+    def _made(self, name: str) -> Model:
+        code = self._codes.get(name)
         if code is None:
-            raise ExecutionFailed(f"the code of model {identity} was never sent here")
-        with torch.no_grad():
-            loaded = self._loaded[identity] = LoadedModel(code, self._device)
-        return loaded
+            raise ExecutionFailed(f"the code of model {name} was never sent here")
+        return make_model(code)
 
-    def _patch(self, loaded: LoadedModel, run: RunTask) -> None:
+    def _loaded(self, model: Model) -> Weights:
+        with torch.no_grad():
+            return Weights(model.load(model.params.get("model_path"), self._device))
+
+    def _patch(self, weights: Weights, run: RunTask) -> None:
         """Have exactly `run.patches` on the model's weights."""
-        if loaded.patcher is None:
+        if weights.patcher is None:
             from genserve.t2i.models.lora import Patcher
 
-            loaded.patcher = Patcher(loaded.components)
-        loaded.patcher.set(tuple((use.identity, use.scale, self._adapter(use, run)) for use in run.patches))
+            weights.patcher = Patcher(weights.components)
+        weights.patcher.set(tuple((use.identity, use.scale, self._adapter(use, run)) for use in run.patches))
 
     def _adapter(self, use: PatchUse, run: RunTask) -> Any:
         return self._input(use.source, run)
@@ -243,7 +237,7 @@ class T2iWorker:
         self._space.interrupt()
 
     def stats(self) -> dict[str, float]:
-        return {**self._space.stats(), "num_loaded": len(self._loaded), "num_given_up": len(self._given_up)}
+        return {**self._space.stats(), "num_loaded": len(self._weights), "num_given_up": len(self._given_up)}
 
 
 class Keeper:
