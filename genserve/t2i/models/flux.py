@@ -142,7 +142,9 @@ class FluxControlNet(Model):
         config = read_config(self.params["model_path"], "config.json")
         self.add_input("latents", LATENTS)
         self.add_input("prompt_embeds", EMBEDS)
-        self.add_input("control", tensor(shape=("batch", "control_channels", "control_height", "control_width")))
+        self.add_input(
+            "control", tensor(shape=("batch", "control_channels", "control_height", "control_width"))
+        )
         self.add_input("schedule", dict)
         self.add_input("conditioning_scale", float, default=1.0)
         self.add_input("guidance_scale", float, default=3.5)
