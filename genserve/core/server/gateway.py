@@ -183,14 +183,17 @@ class Gateway:
         raise self._not_found(name)
 
     def image_model(self, name: str | None) -> ServedWorkflows:
-        """The served model of that name that makes images, or the only one; errors like those of `model`."""
+        """The served model that makes images of that name, or with a workflow of that name, or the only one.
+
+        Errors like those of `model`.
+        """
         if name is None:
             if len(self._image_models) == 1:
                 return next(iter(self._image_models.values()))
             if self._image_models:
                 raise InvalidRequest("model", f"name one of the models: {', '.join(self._image_models)}")
             raise ModelNotFound("no model that makes images is served here")
-        found = self._image_models.get(name)
+        found = self._image_models.get(name) or self._workflows.get(name)
         if found is not None:
             return found
         if name in self._models:

@@ -152,7 +152,8 @@ def _parsed(
     if options.size is not None:
         values["width"], values["height"] = _size(options.size)
         names |= {"width": "size", "height": "size"}
-    info = workflow_for(served, values, names)
+    only = options.model if options.model != served.name else None
+    info = workflow_for(served, values, names, only)
     _fit_to_picture(values, names, info)
     if not strict:
         values = {name: _from_text(info, name, value) for name, value in values.items()}
@@ -182,14 +183,16 @@ def _parsed(
 
 
 def workflow_for(
-    served: ServedWorkflows, values: Mapping[str, Any], names: Mapping[str, str]
+    served: ServedWorkflows, values: Mapping[str, Any], names: Mapping[str, str], only: str | None = None
 ) -> WorkflowInfo:
-    """The model's first workflow that makes a picture of just these inputs.
+    """The model's first workflow (or the one called `only`) that makes a picture of just these inputs.
 
     `UnsupportedField` names an input that none takes, `InvalidRequest` one that is missing.
     """
-    making = [info for info in served.client.workflows().values() if image_outputs(info)]
-    fitting = making
+    named = [info for info in served.client.workflows().values() if only in (None, info.name)]
+    fitting = [info for info in named if image_outputs(info)]
+    if not fitting:
+        raise InvalidRequest("model", f"{only or served.name} makes no image")
     # Pictures choose the workflow, and in this order: the rest are fields that it has or has not.
     for name in (*_PICTURES, *(name for name in values if name not in _PICTURES)):
         if name in values:
@@ -202,9 +205,13 @@ def workflow_for(
             sent = names.get(name, name)
             if name in values:
                 hint = _HINTS.get(sent)
-                text = f"is not supported: {hint}" if hint else f"is nothing that {served.name} takes here"
+                text = (
+                    f"is not supported: {hint}"
+                    if hint
+                    else f"is nothing that {only or served.name} takes here"
+                )
                 raise UnsupportedField(sent, text)
-            raise InvalidRequest(sent, f"is required by {served.name}")
+            raise InvalidRequest(sent, f"is required by {only or served.name}")
         fitting = left
     return fitting[0]
 

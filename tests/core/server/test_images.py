@@ -229,6 +229,13 @@ def test_a_control_image_chooses_its_workflow(fast):
     assert answer.size == "40x24"
 
 
+def test_a_workflow_may_be_named_as_the_model(fast):
+    answer = fast.http.post("/v1/images/generations", json={"prompt": "x", "model": "paint-control"})
+    error = answer.json()["error"]
+    assert error["param"] == "control_image" and "required by paint-control" in error["message"]
+    assert fast.openai.images.generate(model="paint", prompt="x").size == "32x32"
+
+
 def bomb() -> bytes:
     """A small PNG that says it is 65535 x 65535."""
     data = bytearray(picture((1, 1)))
