@@ -125,6 +125,7 @@ class LocalWorkflows:
         closed: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._coordinator = coordinator
+        self.executors = dict(executors)
         self._space = space
         self._max_queued, self._max_images = max_queued_requests, max_images
         self._facts = dict(facts or {})
@@ -276,7 +277,8 @@ class LocalWorkflows:
                     ExecutionFailed(f"the result could not be read: {type(error).__name__}: {error}")
                 )
             else:
-                opened.stream.put(Result(outputs, receipt, opened.warnings))
+                warnings = dict.fromkeys((*opened.warnings, *body.record["warnings"]))
+                opened.stream.put(Result(outputs, receipt, tuple(warnings)))
         if keys:
             self._loop.post(COORDINATOR, Taken(body.request_id, keys), GATEWAY)
 

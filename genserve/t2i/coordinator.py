@@ -20,7 +20,7 @@ from typing import Any
 
 from genserve.core.control import Done, Effect, Event, Failed, Message, Run, Send, Timer, WakeAt
 from genserve.core.errors import ExecutionFailed
-from genserve.t2i.instance import Outline, Task, Value, reads, values_in
+from genserve.t2i.instance import Outline, Task, Value, code_name, reads, values_in
 from genserve.t2i.job import Job
 from genserve.t2i.ledger import ExecutorState, Flight, Ledger, input_bytes, reachable
 from genserve.t2i.messages import (
@@ -326,6 +326,8 @@ class Coordinator:
                     ledger.place(value, space, (flight.run_id, port), made.refs, made.nbytes)
                 else:
                     ledger.place(value, space, (flight.run_id, port), None, 0)
+        for warning in result.values.get("warnings") or ():
+            job.warnings[str(warning)] = None
         if task in job.instance.deciders:
             self._advance(job)
             if job.ending:
@@ -576,6 +578,7 @@ class Coordinator:
             },
             "lora_arrival_steps": job.lora_arrival_steps(),
             "reexecutions": job.num_reruns,
+            "warnings": list(job.warnings),
         }
 
     def _end(self, job: Job, kind: str, reason: str) -> None:
@@ -729,9 +732,13 @@ class Coordinator:
             job.record_adapters(task, on)
             if on:
                 patches = tuple(
-                    PatchUse(patch.model.identity, patch.scale, self._input(source, flight, task, ""))
-                    for patch, source in zip(task.node.patches, task.adapters, strict=True)
-                    if source is not None
+                    PatchUse(
+                        patch.model.identity or code_name(patch.model),
+                        patch.scale,
+                        self._input(adapter[0], flight, task, ""),
+                        self._names(adapter, flight),
+                    )
+                    for patch, adapter in zip(task.node.patches, task.adapters, strict=True)
                 )
         model = task.node.model
         name, code = job.outline.codes[task.node.id], None
@@ -768,6 +775,19 @@ class Coordinator:
             self._effects.append(Run(executor.name, run_id, TASK, args))
         for consumer in task.consumers:
             self._consider(consumer)
+
+    def _names(self, adapter: tuple[Value, ...], flight: Flight) -> Any:
+        """Thousands of names: sent once, not with each task."""
+        if len(adapter) == 1:
+            return Given(())
+        names, space = adapter[1], flight.executor.space
+        if space in names.places:
+            return Here(names.places[space][0])
+        key = next((key for key, _ in names.places.values()), None)
+        if key is None:
+            return Given(names.inline)
+        flight.fetched.append((names, key))
+        return There(key, names.inline)
 
     def _input(self, source: Any, flight: Flight, task: Task, port: str) -> Any:
         if type(source) is list:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from genserve.core.errors import ExecutionFailed
@@ -84,7 +84,7 @@ class Task:
         self.inputs: list[tuple[str, Source]] = []
         self.eager: list[Value] = []
         self.deferred: list[Value] = []
-        self.adapters: list[Source] = []
+        self.adapters: list[tuple[Value, ...]] = []  # of its patches: weights, and what they are called
         self.consumers: list[Task] = []
         self.values: dict[str, Value] = {}
         self.of_preview: Preview | None = None
@@ -325,9 +325,11 @@ class Instance:
             elif type(source) is list:
                 (task.deferred if port in lazy else task.eager).extend(values_in(source))
         for patch in node.patches:
-            task.adapters.append(
-                None if patch.adapter is None else self._resolve(patch.adapter, steps, image)
-            )
+            source = None if patch.adapter is None else self._resolve(patch.adapter, steps, image)
+            if not isinstance(source, Value) or source.task is None:
+                raise ExecutionFailed(f"{node.id} ({node.where}): no node loads its adapter")
+            names = source.task.values.get("names")
+            task.adapters.append((source,) if names is None else (source, names))
         task.id = next(self._ids)
         task.of_preview = preview
         for output in node.output_ports:
@@ -490,7 +492,7 @@ def values_in(source: Source) -> Iterator[Value]:
 def reads(task: Task) -> Iterator[Value]:
     """Every value that the task reads, once."""
     seen: set[int] = set()
-    for value in (*task.eager, *task.deferred, *task.adapters):
-        if type(value) is Value and id(value) not in seen:
+    for value in chain(task.eager, task.deferred, *task.adapters):
+        if id(value) not in seen:
             seen.add(id(value))
             yield value

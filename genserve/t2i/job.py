@@ -30,6 +30,7 @@ class Job:
         self.preview_ends: dict[Task, list[tuple[int, int]]] = {}
         self.previewed: set[tuple[int, int]] = set()
         self.preview_tasks: list[Task] = []
+        self.warnings: dict[str, None] = {}
         self.used: dict[str, dict[str, int]] = {}  # node -> executor -> runs
         self._arrival: dict[int | None, int] = {}  # image -> first step with its adapters
         self._late: dict[int | None, int] = {}  # image -> last step without
@@ -95,7 +96,7 @@ class Job:
 
     def adapters_on(self, task: Task) -> bool | None:
         """Whether the task runs with its late adapters if it is dispatched now; None: it has to wait."""
-        there = all(source.task.state == "done" for source in task.adapters if type(source) is Value)
+        there = all(adapter[0].task.state == "done" for adapter in task.adapters if adapter[0].task is not None)
         wanted = self._wants_adapters(task, there)
         return False if wanted is False else (True if there else None)
 

@@ -62,11 +62,12 @@ class Several(NamedTuple):
 
 
 class PatchUse(NamedTuple):
-    """Adapter `identity`, loaded into `source`, to be on with `scale`."""
+    """Adapter `identity`, loaded into `source`, whose tensors are called `names`, to be on with `scale`."""
 
     identity: str
     scale: float
     source: Here | There
+    names: Given | Here | There
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from genserve.t2i.messages import (
     Later,
     Missed,
     ModelCode,
-    PatchUse,
     Ran,
     RunTask,
     Several,
@@ -40,6 +39,8 @@ from genserve.t2i.messages import (
 )
 from genserve.t2i.model import Model, model_class
 from genserve.t2i.models.lazy import LazyTensor, LazyTensors
+from genserve.t2i.models.lora import Patcher
+from genserve.t2i.models.lora_file import Adapter
 from genserve.t2i.space import Space
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Weights:
 
     def __init__(self, components: dict[str, Any]) -> None:
         self.components = components
-        self.patcher: Any = None
+        self.patcher: Patcher | None = None
 
 
 class T2iWorker:
@@ -210,13 +211,17 @@ class T2iWorker:
     def _patch(self, weights: Weights, run: RunTask) -> None:
         """Have exactly `run.patches` on the model's weights."""
         if weights.patcher is None:
-            from genserve.t2i.models.lora import Patcher
-
-            weights.patcher = Patcher(weights.components)
-        weights.patcher.set(tuple((use.identity, use.scale, self._adapter(use, run)) for use in run.patches))
-
-    def _adapter(self, use: PatchUse, run: RunTask) -> Any:
-        return self._input(use.source, run)
+            weights.patcher = Patcher()
+        adapters = [
+            (
+                Adapter(
+                    use.identity, tuple(self._input(use.names, run)), tuple(self._input(use.source, run))
+                ),
+                use.scale,
+            )
+            for use in run.patches
+        ]
+        weights.patcher.apply(weights.components, adapters)
 
     # -- the control lane ------------------------------------------------------------------------------
 
