@@ -14,7 +14,7 @@ from genserve.t2i.models.lazy import LazyTensors
 from genserve.t2i.models.schedule import make_schedule
 from genserve.t2i.models.sd3 import SD3ControlNet, SD3TextEncoder, SD3Transformer
 from genserve.t2i.workflows import sd3
-from tests.t2i.models.driver import mask, picture, render, run_model
+from tests.t2i.models.driver import mask, picture, render, run_model, stock
 
 ASKED = {
     "prompt": "a red cat",
@@ -24,14 +24,6 @@ ASKED = {
     "width": 48,
     "max_sequence_length": 24,
 }
-
-
-def stock(pipeline, **inputs):
-    """The picture and the latents that a stock pipeline makes."""
-    pipeline.set_progress_bar_config(disable=True)
-    latents = pipeline(**inputs, generator=torch.Generator().manual_seed(5), output_type="latent").images
-    image = pipeline(**inputs, generator=torch.Generator().manual_seed(5)).images[0]
-    return np.array(image), latents
 
 
 @pytest.mark.parametrize("family", ["sd3", "sd35"])
