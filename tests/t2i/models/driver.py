@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from genserve.t2i.graph import FromNode, Graph, Node, WorkflowOutput
+from genserve.t2i.graph import FromNode, Graph, Node, WorkflowOutput, walk
 from genserve.t2i.model import Model
+from genserve.t2i.models.lora import Patcher
+from genserve.t2i.models.lora_file import read_adapter
 from genserve.t2i.ports import tensor
-from genserve.t2i.reference import evaluate
+from genserve.t2i.reference import evaluate, make_model
 
 LOADED: dict[Any, Any] = {}
 """Of all tests: a checkpoint is loaded once."""
@@ -37,6 +39,27 @@ def render(graph: Graph, **inputs: Any) -> tuple[np.ndarray, torch.Tensor]:
     with torch.no_grad():
         out = evaluate(with_latents(graph), inputs, loaded=LOADED)
     return out["image"].numpy(), out["latents"]
+
+
+def rendered_with_adapter(graph: Graph, path: str, scale: float, **inputs: Any) -> list[Any]:
+    """Renders before, while and after an adapter is on the transformer, in three steps from seed 5."""
+    asked = {**inputs, "num_steps": 3, "seed": 5}
+    base = render(graph, **asked)
+    components = LOADED[transformer_key(graph)]
+    patcher = Patcher()
+    try:
+        patcher.apply(components, [(read_adapter(path), scale)])
+        patched = render(graph, **asked)
+    finally:
+        patcher.restore(components)
+    return [base, patched, render(graph, **asked)]
+
+
+def transformer_key(graph: Graph) -> Any:
+    """By which the reference interpreter keeps the denoiser."""
+    node = next(node for node in walk(graph.nodes) if node.model.cls.endswith((":Flux", ":SD3Transformer")))
+    model = make_model(node.model)
+    return (*map(repr, model.loading(model.params)), model.params["model_path"])
 
 
 def with_latents(graph: Graph) -> Graph:
