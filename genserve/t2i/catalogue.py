@@ -149,6 +149,7 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
 
     made = entries(config)  # before executors, and the imports that take seconds
     client = await start(config)
+    client.note(model=display_name(config))
     try:
         for entry in made:
             register(client, config, entry)

@@ -50,7 +50,7 @@ def generation(gateway: Gateway, bodies: WorkflowBodies, data: bytes, request_id
         raise InvalidRequest("body", f"is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    return _parsed(gateway, bodies, fields, request_id, strict=True)
+    return from_fields(gateway, bodies, fields, request_id, strict=True)
 
 
 def edit(
@@ -60,7 +60,7 @@ def edit(
     fields = form_fields(items)
     if fields.get("image") is None:
         raise InvalidRequest("image", "is required: a PNG, JPEG or WebP file")
-    return _parsed(gateway, bodies, fields, request_id, strict=False)
+    return from_fields(gateway, bodies, fields, request_id, strict=False)
 
 
 class ParsedImages:
@@ -124,9 +124,10 @@ def _scalar(value: str | bytes) -> Any:
     return read if isinstance(read, int | float | bool) else value
 
 
-def _parsed(
+def from_fields(
     gateway: Gateway, bodies: WorkflowBodies, fields: dict[str, Any], request_id: str, *, strict: bool
 ) -> ParsedImages:
+    """The request in fields, pictures among them as base64 or bytes. Without `strict`, text stands for numbers."""
     asked = {key: value for key, value in fields.items() if not _asks_nothing(key, value)}
     named = asked.get("model")
     served = gateway.image_model(named if isinstance(named, str) else None)
