@@ -68,6 +68,7 @@ class Flux(Model):
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
+    takes_loras: ClassVar[bool] = True
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),
