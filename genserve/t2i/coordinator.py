@@ -514,11 +514,11 @@ class Coordinator:
         """Hand over what is complete: previews, and in the end the outputs."""
         if job.ending or job.finished:
             return
-        for task in list(job.preview_tasks):
-            if task.state == "done" and task.of_preview is not None and task.node is job.outline.cone[-1]:
+        for task in list(job.previews):
+            if task.state == "done" and task.of_preview is not None:
                 value = next(iter(task.values.values()))
                 if self._is_home(job, [value]):
-                    job.preview_tasks.remove(task)
+                    job.previews.remove(task)
                     key = value.places[HOME][0]
                     job.held[key] = value
                     at = task.of_preview
@@ -669,11 +669,13 @@ class Coordinator:
         return effects
 
     def _view(self, now: float) -> View:
-        tasks = []
-        for task, only in self._ready.values():
-            after = self._makers_to_come(task)
+        tasks: list[ReadyTask] = []
+        seen: set[int] = set()
+        for task, only in sorted(self._ready.values(), key=_by_order):
+            after = self._makers_to_come(task, seen) if task.deferred else []
             if after is None:
                 continue
+            seen.add(task.id)
             model = task.node.model
             tasks.append(
                 ReadyTask(
@@ -689,7 +691,6 @@ class Coordinator:
                     task.node.id in task.job.outline.adapters,
                 )
             )
-        tasks.sort(key=lambda task: (task.order, task.depth, task.task))
         executors = tuple(
             ExecutorView(e.name, e.space, dict(e.models), e.budget_bytes, e.num_tasks)
             for e in self._executors.values()
@@ -697,15 +698,15 @@ class Coordinator:
         )
         return View(now, tuple(tasks), executors, self._num_ahead)
 
-    def _makers_to_come(self, task: Task) -> list[int] | None:
-        """Tasks that make its deferred inputs and have yet to be dispatched; None if it has to wait for one."""
+    def _makers_to_come(self, task: Task, ready: set[int]) -> list[int] | None:
+        """Tasks that make its deferred inputs and have yet to be dispatched; None if one of them isn't `ready`."""
         after = []
         for value in task.deferred:
             producer = value.task
             if producer is None or producer.state == "done":
                 continue
             if producer.state == "waiting":
-                if producer.id not in self._ready:
+                if producer.id not in ready:
                     return None
                 after.append(producer.id)
             elif value.port not in producer.flight.keep or producer.flight.given_up:
@@ -852,6 +853,11 @@ class Coordinator:
             "num_executors": sum(executor.up for executor in self._executors.values()),
             "num_models": sum(len(executor.models) for executor in self._executors.values()),
         }
+
+
+def _by_order(entry: tuple[Task, str | None]) -> tuple[int, int, int]:
+    task = entry[0]
+    return task.job.order, task.depth, task.id
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ class Job:
         self.preview_ends: dict[Task, list[tuple[int, int]]] = {}
         self.previewed: set[tuple[int, int]] = set()
         self.preview_tasks: list[Task] = []
+        self.previews: list[Task] = []  # their last tasks, until they are shown
         self.warnings: dict[str, None] = {}
         self.used: dict[str, dict[str, int]] = {}  # node -> executor -> runs
         self._arrival: dict[int | None, int] = {}  # image -> first step with its adapters
@@ -75,6 +76,8 @@ class Job:
             for value in new.values.values():
                 last = new.node is self.outline.cone[-1]
                 value.uses += last
+                if last:
+                    self.previews.append(new)
         self.preview_tasks += made
         return made
 
