@@ -90,6 +90,14 @@ class Flux(Model):
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
 
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """As any call, but that both outputs of a ControlNet may be given as one."""
+        if len(args) == 3:
+            args, inputs["residuals"] = args[:2], args[2]
+        if isinstance(inputs.get("residuals"), tuple):
+            inputs["residuals"], inputs["single_residuals"] = inputs["residuals"]
+        return super().__call__(*args, **inputs)
+
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
         from diffusers import FluxTransformer2DModel

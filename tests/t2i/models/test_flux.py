@@ -6,11 +6,16 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
 
-from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, pack, unpack
-from genserve.t2i.models.latents import Guidance
+from genserve.t2i.graph import FromNode, walk
+from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, FluxVAE, pack, unpack
+from genserve.t2i.models.latents import Guidance, LatentsGenerator
 from genserve.t2i.models.lazy import LazyTensors
-from genserve.t2i.models.schedule import make_schedule
+from genserve.t2i.models.lora import LoRA
+from genserve.t2i.models.schedule import Denoise, Schedule, make_schedule
+from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows import flux
 from tests.t2i.models.driver import mask, picture, render, rendered_with_adapter, run_model, stock
 
@@ -163,3 +168,56 @@ def test_adapter(tiny):
     assert np.array_equal(with_adapter[0], image)
     assert torch.equal(pack(with_adapter[1]), fused) and torch.allclose(fused, live, atol=1e-5)
     assert torch.equal(base[1], after[1]) and not torch.allclose(pack(base[1]), fused, atol=0.1)
+
+
+def figure_7(model_path: str, controlnet_path: str, lora_path: str) -> Workflow:
+    """LegoDiffusion's Figure 7 as it is printed, with its dots filled in, and a size that fits a tiny model."""
+    # create a workflow instance
+    workflow = Workflow(name="flux_txt2img_workflow")
+    # initialize models. All inherit the Model class
+    latents_generator = LatentsGenerator(size=64)
+    text_enc = FluxTextEncoder(model_path=model_path)
+    flux = Flux(model_path=model_path)
+    controlnet = FluxControlNet(model_path=controlnet_path)
+    lora = LoRA(model_path=lora_path)
+    vae = FluxVAE(model_path=model_path)
+    denoise = Denoise(model_path=model_path)
+    # initialize input placeholders for the workflow
+    seed = workflow.add_input(name="seed", data_type=int)
+    prompt = workflow.add_input(name="prompt", data_type=str)
+    num_denoising_steps = workflow.add_input(name="num_denoising_steps", data_type=int)
+    ref_image = workflow.add_input(name="ref_image", data_type=Image)
+    # add_patch() registers a LoRA adapter with the flux
+    flux.add_patch(lora)
+    # Invoke models and establish their I/O dependencies.
+    latents = latents_generator(seed)
+    prompt_embeds = text_enc(prompt)
+    ref_image = vae(image=ref_image, mode="encode")
+    schedule, _, _ = Schedule(model_path=model_path)(num_denoising_steps, 64, 64)
+    # Perform iterative denoising computation.
+    for i in range(num_denoising_steps):
+        controlnet_outputs = controlnet(latents, prompt_embeds, ref_image, schedule, step=i)
+        noise_pred = flux(latents, prompt_embeds, controlnet_outputs, guidance_scale=3.5)
+        latents = denoise(noise_pred, latents)
+    output_img = vae(latents, mode="decode")
+    workflow.add_output(output_img, name="image")
+    return workflow
+
+
+def test_figure_7_runs_as_printed(tiny, monkeypatch):
+    """It takes the control image's most likely latents, and in another memory layout than the pipeline: 1e-4."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    net = diffusers.FluxControlNetModel.from_pretrained(tiny.controlnet("flux"))
+    pipeline = diffusers.FluxControlNetPipeline.from_pretrained(tiny("flux"), controlnet=net)
+    asked = {"prompt": "a red cat", "control_image": picture(2), "height": 64, "width": 64}
+    _, latents = stock(pipeline, **asked, num_inference_steps=3, guidance_scale=3.5)
+    written = figure_7(tiny("flux"), tiny.controlnet("flux"), tiny.lora("flux", seed=1)).to_graph()
+    _, ours = render(written, seed=5, prompt="a red cat", num_denoising_steps=3, ref_image=picture(2))
+    assert torch.allclose(pack(ours), latents, atol=1e-4)
+    (node,) = (node for node in walk(written.nodes) if node.model.cls.endswith(":Flux"))
+    assert node.where.startswith("test_flux.py:") and len(node.patches) == 1
+    assert [port for port, edge in node.inputs if isinstance(edge, FromNode)] == [
+        "prompt_embeds",
+        "residuals",
+        "single_residuals",
+    ]
