@@ -129,6 +129,16 @@ def test_what_the_model_cannot_make_is_refused(made, body, field):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
+def test_adapters_are_named_and_scaled(made):
+    def picture(*loras) -> bytes:
+        answer = generate(made, extra_body={"seed": 1, "loras": list(loras)})
+        return opened(answer.data[0].b64_json).tobytes()
+
+    plain, whole, half = picture(), picture({"name": "style"}), picture({"name": "style", "scale": 0.5})
+    assert len({plain, whole, half}) == 3
+    assert picture() == plain and picture({"name": "style"}) == whole
+
+
 def test_warnings_say_what_has_no_effect(made):
     answer = generate(made, extra_body={"guidance_scale": 1.0, "negative_prompt": "dog"})
     assert any("negative_prompt has no effect" in warning for warning in answer.warnings)
