@@ -11,10 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from genserve.core.models.registry import located
+
 
 def find_file(model_path: str, name: str) -> Path | None:
     """The local path of a file of the checkpoint, fetched from the hub where `model_path` is an id; None: it has none."""
-    folder = Path(model_path)
+    folder = Path(located(model_path))
     if folder.is_dir():
         path = folder / name
         return path if path.is_file() else None
