@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GenserveError(Exception):
     """Root of the tree."""
@@ -12,6 +14,22 @@ class GenserveError(Exception):
 
 class ConfigError(GenserveError):
     """A configuration, command line or model folder that cannot work."""
+
+
+class CompileError(ConfigError):
+    """A workflow that cannot be run. `node` and `port` say where in the graph, `where` which line wrote it."""
+
+    def __init__(self, message: str, *, node: str = "", port: str = "", where: str = "") -> None:
+        place = ".".join(part for part in (node, port) if part)
+        super().__init__(": ".join(part for part in (where, place, message) if part))
+        self.message, self.node, self.port, self.where = message, node, port, where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _compile_error, (self.message, self.node, self.port, self.where)
+
+
+def _compile_error(message: str, node: str, port: str, where: str) -> CompileError:
+    return CompileError(message, node=node, port=port, where=where)
 
 
 class InvalidRequest(GenserveError, ValueError):
@@ -36,6 +54,14 @@ class ContextLengthExceeded(InvalidRequest):
 
 class UnknownWorker(InvalidRequest):
     """No worker of that name serves the model."""
+
+
+class UnknownWorkflow(InvalidRequest):
+    """No workflow of that name is served."""
+
+
+class UnknownJob(InvalidRequest):
+    """No job of that id, or it ended so long ago that nothing of it is kept."""
 
 
 class ModelNotFound(GenserveError):

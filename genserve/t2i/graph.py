@@ -6,10 +6,12 @@ executes them (`instance`, `coordinator`). LegoDiffusion §4.2: nodes in topolog
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from genserve.t2i.ports import InputPort, OutputPort, PortType
+from genserve.core.workflows import PortType, WorkflowInput
+from genserve.t2i.ports import InputPort, OutputPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,14 @@ class Length:
     source: FromInput
 
 
-Edge = Const | FromInput | FromNode | FromLoop | Carried | LoopIndex | LoopCount | Item | Length
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A list of values, such as the residuals of several ControlNets."""
+
+    items: tuple[Edge, ...]
+
+
+Edge = Const | FromInput | FromNode | FromLoop | Carried | LoopIndex | LoopCount | Item | Length | ListOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +166,6 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkflowInput:
-    name: str
-    type: PortType
-    default: Any
-    """REQUIRED (of `ports`), or the value of requests that give none."""
-    description: str = ""
-    where: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkflowOutput:
     name: str
     type: PortType
@@ -181,3 +180,91 @@ class Graph:
     inputs: tuple[WorkflowInput, ...]
     nodes: tuple[Node | Loop, ...]
     outputs: tuple[WorkflowOutput, ...]
+
+
+def walk(items: Sequence[Node | Loop]) -> Iterator[Node]:
+    """All nodes, those in loops too, in order."""
+    for item in items:
+        if isinstance(item, Loop):
+            yield from walk(item.body)
+        else:
+            yield item
+
+
+def walk_all(items: Sequence[Node | Loop]) -> Iterator[Node | Loop]:
+    """All nodes and loops; a loop comes before its body."""
+    for item in items:
+        yield item
+        if isinstance(item, Loop):
+            yield from walk_all(item.body)
+
+
+def leaves(edge: Edge) -> Iterator[Edge]:
+    """The edge itself, or of a list its items'."""
+    if isinstance(edge, ListOf):
+        for item in edge.items:
+            yield from leaves(item)
+    else:
+        yield edge
+
+
+def edges(item: Node | Loop) -> Iterator[Edge]:
+    """All edges that a node or a loop (its body included) uses; lists are taken apart."""
+    if isinstance(item, Node):
+        for _, edge in item.inputs:
+            yield from leaves(edge)
+        for patch in item.patches:
+            if patch.adapter is not None:
+                yield from leaves(patch.adapter)
+        return
+    yield from leaves(item.count)
+    yield from leaves(item.first)
+    for carried in item.carried:
+        if carried.first is not None:
+            yield from leaves(carried.first)
+        yield from leaves(carried.next)
+    for inner in item.body:
+        yield from edges(inner)
+
+
+def map_edge(edge: Edge, change: Callable[[Edge], Edge]) -> Edge:
+    """`change` applied to the edge's leaves."""
+    if isinstance(edge, ListOf):
+        return ListOf(tuple(map_edge(item, change) for item in edge.items))
+    return change(edge)
+
+
+def map_edges(item: Node | Loop, change: Callable[[Edge], Edge]) -> Node | Loop:
+    """The item with `change` applied to each edge that it or its body uses."""
+    if isinstance(item, Node):
+        return replace(
+            item,
+            inputs=tuple((port, map_edge(edge, change)) for port, edge in item.inputs),
+            patches=tuple(
+                patch if patch.adapter is None else replace(patch, adapter=map_edge(patch.adapter, change))
+                for patch in item.patches
+            ),
+        )
+    return replace(
+        item,
+        count=map_edge(item.count, change),
+        first=map_edge(item.first, change),
+        carried=tuple(
+            replace(
+                carried,
+                first=None if carried.first is None else map_edge(carried.first, change),
+                next=map_edge(carried.next, change),
+            )
+            for carried in item.carried
+        ),
+        body=tuple(map_edges(inner, change) for inner in item.body),
+    )
+
+
+def map_graph(graph: Graph, change: Callable[[Edge], Edge]) -> Graph:
+    """The graph with `change` applied to every edge, its outputs' too."""
+    return replace(
+        graph,
+        nodes=tuple(map_edges(item, change) for item in graph.nodes),
+        outputs=tuple(replace(output, edge=map_edge(output.edge, change)) for output in graph.outputs),
+    )
