@@ -16,6 +16,7 @@ from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.lazy import map_tensors
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
+from genserve.t2i.models.step_cache import StepCache
 from genserve.t2i.models.text import EMBEDS, TextEncoder, Tokenizer, embeds, load_encoder
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensors
 
@@ -92,7 +93,8 @@ def _clip(
 class SD3Transformer(Model):
     """Predicts the velocity of latents. With negative embeddings and a scale above 1, one batch of both and guidance.
 
-    `residuals`, a ControlNet's, are fetched by the blocks that add them. `branch`: see `CfgPorts`.
+    `residuals`, a ControlNet's, are fetched by the blocks that add them. `branch`: see `CfgPorts`. A call with a
+    `cache_threshold` (by name) has a second output, `step_cache`, for a loop to carry: see `step_cache`'s module.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
@@ -114,7 +116,13 @@ class SD3Transformer(Model):
         self.add_input("branch", int, default=None)
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
+        self.add_input("step_cache", tensors(), default=None)
+        self.add_input("cache_threshold", float, default=None)
         self.add_output("noise_pred", LATENTS)
+        self.add_output("step_cache", tensors())
+
+    def outputs_for(self, inputs: dict[str, Any]) -> tuple[str, ...]:
+        return ("noise_pred",) if inputs.get("cache_threshold") is None else ("noise_pred", "step_cache")
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
@@ -136,12 +144,15 @@ class SD3Transformer(Model):
         branch: int | None = None,
         step: int = 0,
         num_steps: int | None = None,
+        step_cache: Sequence[torch.Tensor] | None = None,
+        cache_threshold: float | None = None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         batch = guided_batch(latents, prompt_embeds, negative_prompt_embeds, guidance_scale)
         if residuals is not None and branch is not None:
             residuals = map_tensors(residuals, lambda pair: own_row(pair, branch))
-        noise_pred = model_components["transformer"](
+        cached = StepCache(step_cache, cache_threshold or 0.0)
+        noise_pred = cached.view(model_components["transformer"])(
             hidden_states=batch.latents,
             timestep=timestep(schedule, step).to(latents.device).expand(batch.latents.shape[0]),
             encoder_hidden_states=batch.sequence,
@@ -152,7 +163,7 @@ class SD3Transformer(Model):
         if batch.is_guided:
             uncond, cond = noise_pred.chunk(2)
             noise_pred = guide(cond, uncond, guidance_scale)
-        return {"noise_pred": noise_pred}
+        return {"noise_pred": noise_pred} | ({} if cache_threshold is None else {"step_cache": cached.state})
 
 
 class SD3ControlNet(Model):
