@@ -13,7 +13,7 @@ from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
-from genserve.t2i.models.step_cache import StepCache
+from genserve.t2i.models.step_cache import THRESHOLD, StepCache
 from genserve.t2i.models.text import EMBEDS, TextEncoder, embeds, load_encoder
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensor, tensors
@@ -65,11 +65,14 @@ class Flux(Model):
 
     `residuals` and `single_residuals`, a ControlNet's, are fetched by the blocks that add them. `repeat_residuals`:
     they are added in turn rather than each to a run of blocks (XLabs' ControlNets). With negative embeddings and a
-    `true_cfg_scale` above 1 there is a second call, and guidance between the two. A call with a `cache_threshold` (by
-    name) has a second output, `step_cache`, for a loop to carry: see `step_cache`'s module.
+    `true_cfg_scale` above 1 there is a second call, and guidance between the two. With the
+    parameter `step_cache_threshold` there is a second output, `step_cache`, for a loop to carry: see its module.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
+    load_params: ClassVar[tuple[str, ...] | None] = ("dtype",)
+    takes_loras: ClassVar[bool] = True
+    step_cache_ports: ClassVar[tuple[str, ...]] = ("step_cache",)
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),
@@ -89,13 +92,10 @@ class Flux(Model):
         self.add_input("repeat_residuals", bool, default=False)
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
-        self.add_input("step_cache", tensors(), default=None)
-        self.add_input("cache_threshold", float, default=None)
         self.add_output("noise_pred", LATENTS)
-        self.add_output("step_cache", tensors())
-
-    def outputs_for(self, inputs: dict[str, Any]) -> tuple[str, ...]:
-        return ("noise_pred",) if inputs.get("cache_threshold") is None else ("noise_pred", "step_cache")
+        if self.params.get(THRESHOLD) is not None:
+            self.add_input("step_cache", tensors(), default=None)
+            self.add_output("step_cache", tensors())
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """As any call, but that both outputs of a ControlNet may be given as one."""
@@ -131,7 +131,6 @@ class Flux(Model):
         step: int = 0,
         num_steps: int | None = None,
         step_cache: Sequence[torch.Tensor] | None = None,
-        cache_threshold: float | None = None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         transformer = model_components["transformer"]
@@ -140,7 +139,7 @@ class Flux(Model):
             "controlnet_single_block_samples": single_residuals or None,
             "controlnet_blocks_repeat": repeat_residuals,
         }
-        threshold, states = cache_threshold or 0.0, step_cache or []
+        threshold, states = self.params.get(THRESHOLD) or 0.0, step_cache or []
         half = len(states) if negative_prompt_embeds is None or true_cfg_scale <= 1 else len(states) // 2
         cached = StepCache(states[:half], threshold)
         noise_pred = cached.view(transformer)(**common, **_text_inputs(prompt_embeds))[0]
@@ -150,8 +149,8 @@ class Flux(Model):
             negative = cached.view(transformer)(**common, **_text_inputs(negative_prompt_embeds))[0]
             noise_pred = guide(noise_pred, negative, true_cfg_scale)
             state = [*state, *cached.state]
-        outputs: dict[str, Any] = {"noise_pred": unpack(noise_pred, *latents.shape[-2:])}
-        return outputs | ({} if cache_threshold is None else {"step_cache": state})
+        outputs = {"noise_pred": unpack(noise_pred, *latents.shape[-2:]), "step_cache": state}
+        return {port.name: outputs[port.name] for port in self.output_ports}
 
 
 class FluxControlNet(Model):

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+THRESHOLD = "step_cache_threshold"
+"""The parameter of models that have it."""
+
 BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
 
 

@@ -11,7 +11,9 @@ from genserve.t2i.models.flux import Flux, FluxTextEncoder, pack
 from genserve.t2i.models.schedule import make_schedule, num_iterations, step
 from genserve.t2i.models.sd3 import SD3TextEncoder, SD3Transformer
 from genserve.t2i.models.step_cache import num_skipped
-from tests.t2i.models.driver import run_model
+from genserve.t2i.passes import step_cache
+from genserve.t2i.workflows import FAMILIES
+from tests.t2i.models.driver import picture, render, run_model
 
 NUM_STEPS = 6
 
@@ -38,7 +40,7 @@ def denoised(model, encoder, path, prompts, **inputs):
 
 
 @pytest.mark.parametrize("negative", [None, "blurry"])
-@pytest.mark.parametrize("threshold", [0.3, 1e-6])
+@pytest.mark.parametrize("threshold", [1.0, 1e-6])
 def test_flux_equals_diffusers_first_block_cache(tiny, threshold, negative):
     pipeline = diffusers.FluxPipeline.from_pretrained(tiny("flux"))
     pipeline.set_progress_bar_config(disable=True)
@@ -53,7 +55,8 @@ def test_flux_equals_diffusers_first_block_cache(tiny, threshold, negative):
         generator=torch.Generator().manual_seed(5),
         output_type="latent",
     ).images
-    model, encoder = Flux(model_path=tiny("flux")), FluxTextEncoder(model_path=tiny("flux"))
+    model = Flux(model_path=tiny("flux"), step_cache_threshold=threshold)
+    encoder = FluxTextEncoder(model_path=tiny("flux"))
     prompts = ("a red cat", negative)
     latents, skipped = denoised(
         model,
@@ -62,29 +65,44 @@ def test_flux_equals_diffusers_first_block_cache(tiny, threshold, negative):
         prompts,
         guidance_scale=3.5,
         true_cfg_scale=3.0,
-        cache_threshold=threshold,
     )
     assert torch.equal(pack(latents), expected)
     assert (skipped[-1] > 0) == (threshold > 0.1)
 
 
+def sd3(tiny, threshold):
+    return SD3Transformer(model_path=tiny("sd3"), step_cache_threshold=threshold)
+
+
 def test_sd3_skips_steps_and_stays_close(tiny):
-    model, encoder = SD3Transformer(model_path=tiny("sd3")), SD3TextEncoder(model_path=tiny("sd3"))
-    prompts = ("a red cat", "blurry")
-    exact, none = denoised(model, encoder, tiny("sd3"), prompts, cache_threshold=0.0)
-    cached, skipped = denoised(model, encoder, tiny("sd3"), prompts, cache_threshold=0.3)
+    encoder, prompts = SD3TextEncoder(model_path=tiny("sd3")), ("a red cat", "blurry")
+    exact, none = denoised(sd3(tiny, 0.0), encoder, tiny("sd3"), prompts)
+    cached, skipped = denoised(sd3(tiny, 0.3), encoder, tiny("sd3"), prompts)
     assert none == [0] * NUM_STEPS and 0 < skipped[-1] < NUM_STEPS
     assert not torch.equal(cached, exact)
     assert (cached - exact).abs().mean() < 0.3 * exact.abs().mean()
 
 
 def test_a_threshold_of_zero_changes_nothing_and_leaves_no_state(tiny):
-    model, encoder = SD3Transformer(model_path=tiny("sd3")), SD3TextEncoder(model_path=tiny("sd3"))
-    embeds = run_model(encoder, prompt="a cat", max_sequence_length=24)["prompt_embeds"]
+    encoder = SD3TextEncoder(model_path=tiny("sd3"))
     given = {
         "latents": torch.ones(1, 16, 8, 8),
-        "prompt_embeds": embeds,
+        "prompt_embeds": run_model(encoder, prompt="a cat", max_sequence_length=24)["prompt_embeds"],
         "schedule": make_schedule(tiny("sd3"), 4),
     }
-    out = run_model(model, **given, cache_threshold=0.0)
-    assert out["step_cache"] == [] and torch.equal(out["noise_pred"], run_model(model, **given))
+    out = run_model(sd3(tiny, 0.0), **given)
+    assert out["step_cache"] == []
+    assert torch.equal(out["noise_pred"], run_model(SD3Transformer(model_path=tiny("sd3")), **given))
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_a_pass_makes_a_loop_carry_it(tiny, family):
+    """Residuals of a ControlNet included, which the skipped blocks would have added one by one."""
+    graph = FAMILIES[family](tiny(family), controlnet=tiny.controlnet(family)).to_graph()
+    asked = {"prompt": "a red cat", "height": 64, "width": 64, "control_image": picture(2)}
+    asked |= {"num_steps": NUM_STEPS, "seed": 5, "max_sequence_length": 24}
+    _, exact = render(graph, **asked)
+    _, always = render(step_cache.apply(graph, threshold=0.0), **asked)
+    _, cached = render(step_cache.apply(graph, threshold=2.0), **asked)
+    assert torch.equal(always, exact) and not torch.equal(cached, exact)
+    assert (cached - exact).abs().mean() < exact.abs().mean()
