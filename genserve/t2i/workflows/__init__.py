@@ -5,5 +5,7 @@
 """
 
 from genserve.t2i.workflows.stable_diffusion_3 import sd3
+from genserve.t2i.workflows.stable_diffusion_15 import sd15
+from genserve.t2i.workflows.stable_diffusion_xl import sdxl
 
-__all__ = ["sd3"]
+__all__ = ["sd3", "sd15", "sdxl"]
