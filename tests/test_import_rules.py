@@ -41,6 +41,9 @@ POLICIES = (
     *("dllm.request", "dllm.canvas", "dllm.step", "dllm.messages", "dllm.cache", "dllm.budget"),
     *("dllm.routing", "dllm.engine", "dllm.dispatcher", "dllm.cost", "dllm.simulate"),
     *("dllm.scenario", "dllm.plan"),
+    *("t2i.ports", "t2i.graph", "t2i.model", "t2i.request", "t2i.typecheck", "t2i.values", "t2i.loop_source"),
+    *("t2i.tracing", "t2i.rolling", "t2i.binding", "t2i.workflow", "t2i.emission", "t2i.inlining"),
+    *("t2i.verify", "t2i.serialize", "t2i.reference"),
 )
 IMPURE = ("torch", "ray", "asyncio", "time", "transformers", "random", "threading", "fastapi", "uvicorn")
 HEAVY = ("torch", "ray", "transformers", "fastapi", "uvicorn", "numpy", "matplotlib", "xgrammar", "numba")

@@ -93,7 +93,11 @@ def check_ports(model: Model, name: str, where: str) -> None:
 
 
 def bind(
-    workflow: Workflow, ports: Sequence[InputPort], args: Sequence[Any], named: Mapping[str, Any], name: str,
+    workflow: Workflow,
+    ports: Sequence[InputPort],
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    name: str,
     where: str,
 ) -> tuple[dict[str, Ref], Sizes]:
     """A reference for each port, in declared order, and what the inputs tell about the node's sizes."""
@@ -117,7 +121,9 @@ def _by_port(
     known = [port.name for port in ports]
     if len(args) > len(ports):
         raise CompileError(
-            f"takes {len(ports)} inputs ({', '.join(known) or 'none'}), got {len(args)}", node=name, where=where
+            f"takes {len(ports)} inputs ({', '.join(known) or 'none'}), got {len(args)}",
+            node=name,
+            where=where,
         )
     given: dict[str, Any] = dict(zip(known, args, strict=False))
     for port, value in named.items():

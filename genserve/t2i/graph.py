@@ -200,12 +200,12 @@ def walk(items: Sequence[Node | Loop]) -> Iterator[Node]:
             yield item
 
 
-def walk_loops(items: Sequence[Node | Loop]) -> Iterator[Loop]:
-    """All loops, outer ones first."""
+def walk_all(items: Sequence[Node | Loop]) -> Iterator[Node | Loop]:
+    """All nodes and loops; a loop comes before its body."""
     for item in items:
+        yield item
         if isinstance(item, Loop):
-            yield item
-            yield from walk_loops(item.body)
+            yield from walk_all(item.body)
 
 
 def leaves(edge: Edge) -> Iterator[Edge]:

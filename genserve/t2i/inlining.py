@@ -39,9 +39,7 @@ def inline(
 
 
 class _Copy:
-    def __init__(
-        self, graph: Graph, inputs: Mapping[str, Ref], where: str, site: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, graph: Graph, inputs: Mapping[str, Ref], where: str, site: tuple[Any, ...]) -> None:
         self._prefix = graph.name
         self._inputs = inputs
         self._where = where

@@ -169,9 +169,7 @@ def _inside(loop: ForLoop) -> Iterator[ast.AST]:
         yield from ast.walk(statement)
 
 
-def _uses_index(
-    loop: ForLoop, frame: FrameType, may_take_index: Callable[[Any], bool]
-) -> Objection | None:
+def _uses_index(loop: ForLoop, frame: FrameType, may_take_index: Callable[[Any], bool]) -> Objection | None:
     names = {loop.variable}
     aliases = set()
     for node in _inside(loop):

@@ -138,9 +138,7 @@ class _Interpreter:
 
     def _loop(self, loop: Loop) -> None:
         first, count = self.value(loop.first), self.value(loop.count)
-        values = {
-            each.name: None if each.first is None else self.value(each.first) for each in loop.carried
-        }
+        values = {each.name: None if each.first is None else self.value(each.first) for each in loop.carried}
         if first >= count and any(each.first is None for each in loop.carried):
             raise InvalidRequest(loop.id, "must run at least once")
         self._count[loop.id] = count

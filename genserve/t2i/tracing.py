@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 TRIAL = 6
 
-_INTERNAL = frozenset(f"genserve.t2i.{name}" for name in ("workflow", "model", "values", "tracing", "binding"))
+_INTERNAL = frozenset(
+    f"genserve.t2i.{name}" for name in ("workflow", "model", "values", "tracing", "binding")
+)
 
 
 def user_frame() -> FrameType:
@@ -215,7 +217,7 @@ class Trace:
         """The reference as it is seen from here: out of a loop that is over, it is the loop's result."""
         if isinstance(ref, Items):
             return Items(tuple(self.visible(item, what) for item in ref.items))
-        if isinstance(ref, Const | FromInput) or not hasattr(ref, "call") and not hasattr(ref, "loop"):
+        if isinstance(ref, Const | FromInput) or (not hasattr(ref, "call") and not hasattr(ref, "loop")):
             return ref
         if isinstance(ref, Index | Count | Element) and ref.loop.closed:
             raise CompileError(f"{what} belongs to a loop and is used after it", where=user_line())

@@ -123,11 +123,12 @@ def _merged(one: PortType, other: PortType) -> PortType:
         if len(one.shape) != len(other.shape):
             raise Mismatch(f"{describe(one)} and {describe(other)} in one place")
         shape = tuple(a if a == b else f"{a}|{b}" for a, b in zip(one.shape, other.shape, strict=True))
-        if any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(one.shape, other.shape)):
+        if any(
+            isinstance(a, int) and isinstance(b, int) and a != b
+            for a, b in zip(one.shape, other.shape, strict=True)
+        ):
             raise Mismatch(f"{describe(one)} and {describe(other)} in one place")
-    return replace(
-        one, dtype=one.dtype or other.dtype, shape=shape, length=_agreed(one.length, other.length)
-    )
+    return replace(one, dtype=one.dtype or other.dtype, shape=shape, length=_agreed(one.length, other.length))
 
 
 def _agreed(one: int | None, other: int | None) -> int | None:

@@ -124,15 +124,17 @@ class Value:
         from genserve.t2i.tracing import user_line
 
         if isinstance(self._ref, Index):
-            hint = "a loop's body must be the same in each iteration; let a model that is given the index decide"
+            hint = (
+                "a loop's body must be the same in each iteration; let a model that is given the index decide"
+            )
         else:
             hint = "it is known only when a request runs; let a model compute it"
         raise CompileError(f"{wish} {self!r}: {hint}", where=user_line())
 
-    def __bool__(self) -> NoReturn:
+    def __bool__(self) -> NoReturn:  # noqa: PLE0304
         self._refuse("cannot branch on")
 
-    def __len__(self) -> NoReturn:
+    def __len__(self) -> NoReturn:  # noqa: PLE0303
         self._refuse("no length of")
 
     def __int__(self) -> NoReturn:
@@ -140,7 +142,7 @@ class Value:
 
     __float__ = __complex__ = __int__
 
-    def __str__(self) -> NoReturn:
+    def __str__(self) -> NoReturn:  # noqa: PLE0307
         self._refuse("no text of")
 
     def __format__(self, spec: str) -> NoReturn:

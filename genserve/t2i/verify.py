@@ -28,8 +28,7 @@ from genserve.t2i.graph import (
     Node,
     edges,
     leaves,
-    walk,
-    walk_loops,
+    walk_all,
 )
 from genserve.t2i.ports import INT, REQUIRED, PortType
 from genserve.t2i.typecheck import (
@@ -68,7 +67,7 @@ def _input_of(edge: Edge) -> str | None:
 
 def _check_names(graph: Graph) -> None:
     seen: set[str] = set()
-    for item in (*walk(graph.nodes), *walk_loops(graph.nodes)):
+    for item in walk_all(graph.nodes):
         if item.id in seen:
             raise CompileError("two nodes or loops have this id", node=item.id, where=item.where)
         seen.add(item.id)
@@ -110,7 +109,9 @@ class _Scope:
                 try:
                     fit_constant(each.default, each.type)
                 except Mismatch as error:
-                    raise CompileError(f"input {each.name!r}: its default {error}", where=each.where) from error
+                    raise CompileError(
+                        f"input {each.name!r}: its default {error}", where=each.where
+                    ) from error
         self._items(self._graph.nodes)
         for output in self._graph.outputs:
             found = self._type(output.edge, f"output {output.name}", "", "")
@@ -154,9 +155,7 @@ class _Scope:
         for patch in node.patches:
             if patch.adapter is not None:
                 self._type(patch.adapter, node.id, "patch", node.where)
-        self._levels[-1].nodes[node.id] = {
-            port.name: produced(port, sizes) for port in node.output_ports
-        }
+        self._levels[-1].nodes[node.id] = {port.name: produced(port, sizes) for port in node.output_ports}
 
     def _loop(self, loop: Loop) -> None:
         for name, edge in (("count", loop.count), ("first", loop.first)):
@@ -286,7 +285,9 @@ class _Scope:
         elif any(_is(level.loop, self._homes[source]) for level in self._levels) or not self._homes[source]:
             message = f"uses {source!r}, which comes after it"
         else:
-            message = f"uses {source!r}, which is inside loop {self._homes[source]!r}: only its results can be used"
+            message = (
+                f"uses {source!r}, which is inside loop {self._homes[source]!r}: only its results can be used"
+            )
         raise fail(message)  # type: ignore[operator]
 
 
@@ -305,7 +306,7 @@ def _homes(items: Sequence[Node | Loop], home: str) -> Iterator[tuple[str, str]]
 def _cycle(graph: Graph, user: str, source: str) -> list[str]:
     """The way from `user` over `source` back to `user`, each using the next; empty if there is none."""
     uses: dict[str, set[str]] = {}
-    for item in (*walk(graph.nodes), *walk_loops(graph.nodes)):
+    for item in walk_all(graph.nodes):
         found = (
             edge.node if isinstance(edge, FromNode) else edge.loop
             for edge in edges(item)
@@ -328,5 +329,3 @@ def _cycle(graph: Graph, user: str, source: str) -> list[str]:
 
     way = search(source)
     return [user, *way] if way else []
-
-

@@ -56,7 +56,9 @@ class Workflow:
         """The workflow that calls are recorded in."""
         found = _current.get()
         if found is None:
-            raise CompileError("a model is called outside a workflow: make one first", where=line_of(user_frame()))
+            raise CompileError(
+                "a model is called outside a workflow: make one first", where=line_of(user_frame())
+            )
         return found
 
     def __enter__(self) -> Workflow:
@@ -69,9 +71,7 @@ class Workflow:
     def __exit__(self, *exc: object) -> None:
         _current.set(self._outer.pop() if self._outer else None)
 
-    def add_input(
-        self, name: str, data_type: Any, default: Any = REQUIRED, description: str = ""
-    ) -> Value:
+    def add_input(self, name: str, data_type: Any, default: Any = REQUIRED, description: str = "") -> Value:
         """Declare an input of the workflow, and return its placeholder.
 
         Without a default, requests must give it; None makes it optional.
@@ -255,5 +255,3 @@ class Workflow:
         except Mismatch as error:
             raise CompileError(f"{name} of a loop: {error}", where=where) from error
         return Const(number)
-
-

@@ -142,7 +142,9 @@ class FluxControlNet(Model):
         config = read_config(self.params["model_path"], "config.json")
         self.add_input("latents", LATENTS)
         self.add_input("prompt_embeds", EMBEDS)
-        self.add_input("control", tensor(shape=("batch", "control_channels", "control_height", "control_width")))
+        self.add_input(
+            "control", tensor(shape=("batch", "control_channels", "control_height", "control_width"))
+        )
         self.add_input("schedule", dict)
         self.add_input("conditioning_scale", float, default=1.0)
         self.add_input("guidance_scale", float, default=3.5)
@@ -153,8 +155,13 @@ class FluxControlNet(Model):
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_input("first", int, default=0)
         self.add_output("residuals", tensors(config.get("num_layers")))
-        if config.get("num_single_layers", 1):
+        if self.has_single_blocks:
             self.add_output("single_residuals", tensors(config.get("num_single_layers")))
+
+    @property
+    def has_single_blocks(self) -> bool:
+        """Whether a call gives residuals for single blocks as well, as its second output."""
+        return bool(read_config(self.params["model_path"], "config.json").get("num_single_layers", 1))
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
