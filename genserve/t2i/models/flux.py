@@ -68,6 +68,7 @@ class Flux(Model):
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
+    takes_loras: ClassVar[bool] = True
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),
@@ -142,7 +143,9 @@ class FluxControlNet(Model):
         config = read_config(self.params["model_path"], "config.json")
         self.add_input("latents", LATENTS)
         self.add_input("prompt_embeds", EMBEDS)
-        self.add_input("control", tensor(shape=("batch", "control_channels", "control_height", "control_width")))
+        self.add_input(
+            "control", tensor(shape=("batch", "control_channels", "control_height", "control_width"))
+        )
         self.add_input("schedule", dict)
         self.add_input("conditioning_scale", float, default=1.0)
         self.add_input("guidance_scale", float, default=3.5)

@@ -96,6 +96,7 @@ class SD3Transformer(Model):
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
+    takes_loras: ClassVar[bool] = True
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),

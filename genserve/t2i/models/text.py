@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.t2i.model import Model
 from genserve.t2i.ports import JSON, tensors
@@ -68,6 +68,8 @@ def load_encoder(model_path: str, name: str, dtype: torch.dtype, device: str) ->
 
 class TextEncoder(Model):
     """What the families' text encoders have in common: one value for the workflow, warnings for the runtime."""
+
+    content: ClassVar[tuple[str, ...]] = ("tokenizer", "tokenizer_2", "tokenizer_3")
 
     def add_outputs(self) -> None:
         self.add_output("prompt_embeds", EMBEDS)

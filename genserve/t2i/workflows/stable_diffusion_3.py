@@ -48,7 +48,9 @@ def sd3(
             net = SD3ControlNet(model_path=controlnet, transformer_path=model_path)
             control_image = wf.add_input("control_image", IMAGE)
             conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
-            control_start = wf.add_input("control_start", float, default=0.0, description="Share of the steps")
+            control_start = wf.add_input(
+                "control_start", float, default=0.0, description="Share of the steps"
+            )
             control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
             shift = control_vae_shift(controlnet)
             control = vae(image=control_image, mode="encode", height=height, width=width, shift=shift)

@@ -28,7 +28,9 @@ def strength_input(wf: Workflow, mode: Mode) -> Any:
     """How much of the image is replaced; None in the mode "text"."""
     if mode == "text":
         return None
-    return wf.add_input("strength", float, default=0.6, description="How far to go from the image, above 0 to 1")
+    return wf.add_input(
+        "strength", float, default=0.6, description="How far to go from the image, above 0 to 1"
+    )
 
 
 @dataclass(frozen=True)
