@@ -7,10 +7,9 @@ event loop, and executors are reached from there.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ from genserve.t2i.messages import (
     TaskDone,
 )
 from genserve.t2i.ports import IMAGE, PortType
+from genserve.t2i.receipt import VERSION, noted
 from genserve.t2i.request import InvokeRequest, LoraUse, Preview, Progress, Result, Update, WorkflowInfo
 
 if TYPE_CHECKING:
@@ -150,6 +150,15 @@ class LocalWorkflows:
 
     def workflows(self) -> Mapping[str, WorkflowInfo]:
         return {name: served.info for name, served in self._served.items()}
+
+    def graph_of(self, workflow: str, loras: tuple[LoraUse, ...] = ()) -> Graph:
+        """What a request for the workflow with these adapters runs."""
+        served = self._served[workflow]
+        return served.with_loras(loras)[0] if loras else served.graph
+
+    def note(self, **facts: Any) -> None:
+        """Further facts for every receipt."""
+        self._facts.update(facts)
 
     def post(self, body: Any) -> None:
         """Tell the coordinator what happens to executors."""
@@ -270,7 +279,7 @@ class LocalWorkflows:
                     {name: told(self._read(value), types[name]) for name, value in image.items()}
                     for image in body.outputs
                 )
-                receipt = self._receipt(opened, body.record)
+                receipt = self._receipt(opened, body.record, outputs)
             except Exception as error:
                 logger.exception("the result of %s could not be handed out", body.request_id)
                 opened.stream.put(
@@ -287,20 +296,23 @@ class LocalWorkflows:
             return self._space.get(value.key)
         return [self._read(item) for item in value] if isinstance(value, list) else value
 
-    def _receipt(self, opened: _Open, record: Mapping[str, Any]) -> dict[str, Any]:
+    def _receipt(
+        self, opened: _Open, record: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
         request = opened.request
         seed = opened.inputs.get(SEED)
         return {
-            "version": 1,
+            "version": VERSION,
             "workflow": request.workflow,
             "request_id": request.request_id,
-            "inputs": {name: _noted(value) for name, value in opened.inputs.items()},
+            "inputs": {name: noted(value) for name, value in opened.inputs.items()},
             "num_images": request.num_images,
             "seeds": None if seed is None else [seed + index for index in range(request.num_images)],
             "loras": [{"name": lora.name, "scale": lora.scale} for lora in request.loras],
             "lora_max_late_steps": request.lora_max_late_steps,
             **record,
             **self._facts,
+            "outputs": [{name: noted(value) for name, value in image.items()} for image in outputs],
         }
 
     # -- the rest --------------------------------------------------------------------------------------
@@ -334,13 +346,3 @@ def _heres(value: Any) -> list[Here]:
     if isinstance(value, Here):
         return [value]
     return [here for item in value for here in _heres(item)] if isinstance(value, list) else []
-
-
-def _noted(value: Any) -> Any:
-    """An input in a receipt: small data as it is, a picture by its size and content."""
-    if isinstance(value, list):
-        return [_noted(item) for item in value]
-    if hasattr(value, "tobytes"):
-        digest = hashlib.sha256(value.convert("RGB").tobytes()).hexdigest()
-        return {"width": value.width, "height": value.height, "sha256": digest}
-    return value

@@ -90,6 +90,14 @@ class Flux(Model):
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
 
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """As any call, but that both outputs of a ControlNet may be given as one."""
+        if len(args) == 3:
+            args, inputs["residuals"] = args[:2], args[2]
+        if isinstance(inputs.get("residuals"), tuple):
+            inputs["residuals"], inputs["single_residuals"] = inputs["residuals"]
+        return super().__call__(*args, **inputs)
+
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
         from diffusers import FluxTransformer2DModel
@@ -156,8 +164,13 @@ class FluxControlNet(Model):
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_input("first", int, default=0)
         self.add_output("residuals", tensors(config.get("num_layers")))
-        if config.get("num_single_layers", 1):
+        if self.has_single_blocks:
             self.add_output("single_residuals", tensors(config.get("num_single_layers")))
+
+    @property
+    def has_single_blocks(self) -> bool:
+        """Whether a call gives residuals for single blocks as well, as its second output."""
+        return bool(read_config(self.params["model_path"], "config.json").get("num_single_layers", 1))
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch

@@ -25,7 +25,8 @@ class VAE(Model):
 
     Encoding resizes to `height` x `width` where given, and samples the posterior with `seed` (as the pipelines do,
     the `draw`-th of the seed's, from 0), or takes its most likely value without one. `shift` false leaves the latents
-    unshifted, as some ControlNets want the control image.
+    unshifted, as some ControlNets want the control image. `is_control`: a ControlNet's image, whose pixels the
+    pipelines copy to another memory layout before, which rounds differently.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("vae",)
@@ -39,6 +40,7 @@ class VAE(Model):
         self.add_input("seed", int, default=None)
         self.add_input("shift", bool, default=True)
         self.add_input("draw", int, default=0)
+        self.add_input("is_control", bool, default=False)
         self.add_output("latents", LATENTS)
         self.add_output("image", IMAGE)
 
@@ -69,6 +71,7 @@ class VAE(Model):
         seed: int | None = None,
         shift: bool = True,
         draw: int = 0,
+        is_control: bool = False,
     ) -> dict[str, Any]:
         vae = model_components["vae"]
         if mode == "encode":
@@ -76,6 +79,8 @@ class VAE(Model):
                 raise InvalidRequest("image", "encoding needs one")
             path = self.params["model_path"]
             pixels = to_pixels(image, height, width, vae_scale_factor(path) * patch_size(path))
+            if is_control:
+                pixels = pixels.contiguous()
             return {"latents": encode(vae, pixels, seed, shift, draw)}
         if latents is None:
             raise InvalidRequest("latents", "decoding needs them")

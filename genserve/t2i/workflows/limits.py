@@ -1,11 +1,125 @@
-"""What a model can make, known from its folder; must not import torch."""
+"""What a model can make, known from its folder, and what of a request has no effect. Must not import torch.
+
+Owns the numbers of `WorkflowInfo.limits` and the checks that concern several inputs at once.
+"""
 
 from __future__ import annotations
 
-from genserve.t2i.models.checkpoint import denoiser_config, is_flux, vae_scale_factor
+from collections.abc import Mapping
+from typing import Any
+
+from genserve.core.errors import InvalidRequest
+from genserve.t2i.models.checkpoint import (
+    denoiser_config,
+    is_flux,
+    patch_size,
+    read_config,
+    vae_scale_factor,
+)
+from genserve.t2i.models.schedule import MULTISTEP, STATELESS, first_step
+
+_FAMILIES = {
+    "StableDiffusion3": "sd3",
+    "StableDiffusionXL": "sdxl",
+    "StableDiffusion": "sd15",
+    "Flux": "flux",
+}
+_MAX_TOKENS = 512
+
+
+def family_of(model_path: str) -> str:
+    """Which of `sd15`, `sdxl`, `sd3`, `flux` a checkpoint is; `InvalidRequest` if it is none of them."""
+    name = str(read_config(model_path, "model_index.json").get("_class_name", ""))
+    for prefix, family in _FAMILIES.items():
+        if name.startswith(prefix):
+            return family
+    raise InvalidRequest("model_path", f"{model_path} is a {name or 'folder without model_index.json'}")
 
 
 def default_size(model_path: str) -> int:
     """Pixels of a side of the pictures that the model makes unless asked otherwise."""
     sample_size = 128 if is_flux(model_path) else int(denoiser_config(model_path).get("sample_size", 64))
     return sample_size * vae_scale_factor(model_path)
+
+
+def limits(family: str, model_path: str) -> dict[str, dict[str, Any]]:
+    """Of a family's inputs: "minimum", "maximum", "multiple_of". Sizes the model can't make are outside.
+
+    Where the model itself has no largest size, it is four times the size that it was trained at.
+    """
+    step = vae_scale_factor(model_path) * patch_size(model_path)
+    positions = denoiser_config(model_path).get("pos_embed_max_size")
+    side = {
+        "minimum": step,
+        "maximum": positions * step if positions else 4 * default_size(model_path),
+        "multiple_of": step,
+    }
+    train = read_config(model_path, "scheduler/scheduler_config.json").get("num_train_timesteps", 1000)
+    found: dict[str, dict[str, Any]] = {
+        "height": side,
+        "width": side,
+        "num_steps": {"minimum": 1, "maximum": train},
+        "strength": {"minimum": 0.0, "maximum": 1.0},
+        "guidance_scale": {"minimum": 0.0, "maximum": 100.0},
+        "control_start": {"minimum": 0.0, "maximum": 1.0},
+        "control_end": {"minimum": 0.0, "maximum": 1.0},
+    }
+    if family in ("sd3", "flux"):
+        found["max_sequence_length"] = {"minimum": 1, "maximum": _MAX_TOKENS}
+        found["true_cfg_scale"] = found["guidance_scale"]
+    if family in ("sd3", "sd15"):
+        layers = int(read_config(model_path, "text_encoder/config.json").get("num_hidden_layers", 12))
+        found["clip_skip"] = {"minimum": 0, "maximum": layers - 1}
+    return found
+
+
+def check(
+    family: str, model_path: str, inputs: Mapping[str, Any]
+) -> tuple[tuple[InvalidRequest, ...], tuple[str, ...]]:
+    """What is wrong with the inputs taken together, and warnings of what has no effect.
+
+    Takes a request's inputs with or without defaults filled in.
+    """
+    errors = [*_solver(family, inputs), *_steps(model_path, inputs)]
+    start, end = inputs.get("control_start"), inputs.get("control_end")
+    if start is not None and end is not None and start > end:
+        errors.append(InvalidRequest("control_start", f"{start} is after control_end, {end}"))
+    return tuple(errors), tuple(_inert(family, inputs))
+
+
+def _solver(family: str, inputs: Mapping[str, Any]) -> list[InvalidRequest]:
+    options = inputs.get("scheduler")
+    if options is None:
+        return []
+    if not isinstance(options, Mapping):
+        return [InvalidRequest("scheduler", "must be an object, such as {'shift': 1.5}")]
+    known = STATELESS[:1] if family in ("sd3", "flux") else STATELESS[1:] + MULTISTEP
+    name = options.get("name")
+    if name is not None and name not in known:
+        return [InvalidRequest("scheduler.name", f"{name!r} isn't served; there are: {', '.join(known)}")]
+    return []
+
+
+def _steps(model_path: str, inputs: Mapping[str, Any]) -> list[InvalidRequest]:
+    num_steps, strength = inputs.get("num_steps"), inputs.get("strength")
+    if num_steps is None or strength is None:
+        return []
+    try:
+        first = first_step(model_path, num_steps, strength)
+    except InvalidRequest as error:
+        return [error]
+    if first >= num_steps:
+        return [InvalidRequest("strength", f"{strength} of {num_steps} steps leaves none to run")]
+    return []
+
+
+def _inert(family: str, inputs: Mapping[str, Any]) -> list[str]:
+    warnings = []
+    name = "true_cfg_scale" if family == "flux" else "guidance_scale"
+    scale = inputs.get(name)
+    for negative in ("negative_prompt", "negative_prompt_2", "negative_prompt_3"):
+        if inputs.get(negative) and scale is not None and scale <= 1:
+            warnings.append(f"{negative} has no effect: {name} is {scale:g}, and guidance begins above 1")
+    if inputs.get("conditioning_scale") == 0:
+        warnings.append("control_image has no effect: conditioning_scale is 0")
+    return warnings

@@ -53,7 +53,9 @@ def sd3(
             )
             control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
             shift = control_vae_shift(controlnet)
-            control = vae(image=control_image, mode="encode", height=height, width=width, shift=shift)
+            control = vae(
+                image=control_image, mode="encode", height=height, width=width, shift=shift, is_control=True
+            )
 
         latents, residuals = begin.latents, None
         for step in wf.loop(count, first=first):

@@ -1,29 +1,82 @@
-"""Runs models one by one, as a worker would: loaded once, without gradients."""
+"""Runs models and workflows as plainly as can be, and makes pictures for them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from genserve.t2i.graph import FromNode, Graph, Node, WorkflowOutput, walk
 from genserve.t2i.model import Model
+from genserve.t2i.models.lora import Patcher
+from genserve.t2i.models.lora_file import read_adapter
+from genserve.t2i.ports import tensor
+from genserve.t2i.reference import evaluate, make_model
+
+LOADED: dict[Any, Any] = {}
+"""Of all tests: a checkpoint is loaded once."""
 
 
-class Driver:
-    def __init__(self) -> None:
-        self._loaded: dict[tuple[type[Model], str], dict[str, Any]] = {}
+def run_model(model: Model, **inputs: Any) -> Any:
+    """The outputs by name, or the one output."""
+    key = type(model), json.dumps(model.params, sort_keys=True)
+    if key not in LOADED:
+        LOADED[key] = model.load(model.params.get("model_path"), "cpu")
+    with torch.no_grad():
+        outputs = model.execute(LOADED[key], **inputs)
+    return outputs if len(outputs) > 1 else next(iter(outputs.values()))
 
-    def __call__(self, model: Model, **inputs: Any) -> Any:
-        """The outputs by name, or the one output."""
-        key = type(model), json.dumps(model.params, sort_keys=True)
-        if key not in self._loaded:
-            self._loaded[key] = model.load(model.params.get("model_path"), "cpu")
-        with torch.no_grad():
-            outputs = model.execute(self._loaded[key], **inputs)
-        return outputs if len(outputs) > 1 else next(iter(outputs.values()))
+
+def render(graph: Graph, **inputs: Any) -> tuple[np.ndarray, torch.Tensor]:
+    """The picture (height x width x 3) and the latents that it was decoded from."""
+    for name, value in inputs.items():
+        if isinstance(value, Image.Image):
+            inputs[name] = pixels(value)
+    with torch.no_grad():
+        out = evaluate(with_latents(graph), inputs, loaded=LOADED)
+    return out["image"].numpy(), out["latents"]
+
+
+def rendered_with_adapter(graph: Graph, path: str, scale: float, **inputs: Any) -> list[Any]:
+    """Renders before, while and after an adapter is on the transformer, in three steps from seed 5."""
+    asked = {**inputs, "num_steps": 3, "seed": 5}
+    base = render(graph, **asked)
+    components = LOADED[transformer_key(graph)]
+    patcher = Patcher()
+    try:
+        patcher.apply(components, [(read_adapter(path), scale)])
+        patched = render(graph, **asked)
+    finally:
+        patcher.restore(components)
+    return [base, patched, render(graph, **asked)]
+
+
+def transformer_key(graph: Graph) -> Any:
+    """By which the reference interpreter keeps the denoiser."""
+    node = next(node for node in walk(graph.nodes) if node.model.cls.endswith((":Flux", ":SD3Transformer")))
+    model = make_model(node.model)
+    return (*map(repr, model.loading(model.params)), model.params["model_path"])
+
+
+def with_latents(graph: Graph) -> Graph:
+    """The same with one more output, what the node that makes the image is given."""
+    edge = next(output.edge for output in graph.outputs if output.name == "image")
+    assert isinstance(edge, FromNode)
+    node = next(node for node in graph.nodes if isinstance(node, Node) and node.id == edge.node)
+    latents = dict(node.inputs)["latents"]
+    return replace(graph, outputs=(*graph.outputs, WorkflowOutput("latents", tensor(), latents)))
+
+
+def stock(pipeline: Any, **inputs: Any) -> tuple[np.ndarray, torch.Tensor]:
+    """The picture and the latents that a stock pipeline makes, from seed 5."""
+    pipeline.set_progress_bar_config(disable=True)
+    latents = pipeline(**inputs, generator=torch.Generator().manual_seed(5), output_type="latent").images
+    image = pipeline(**inputs, generator=torch.Generator().manual_seed(5)).images[0]
+    return np.array(image), latents
 
 
 def picture(seed: int = 0, size: int = 64) -> Image.Image:

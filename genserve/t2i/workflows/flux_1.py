@@ -1,0 +1,112 @@
+"""Flux.1, dev and schnell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from genserve.t2i.model import ModelPatch
+from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, has_guidance, reads_pixels
+from genserve.t2i.models.latents import Pixels
+from genserve.t2i.models.schedule import Denoise, Schedule
+from genserve.t2i.models.vae import VAE
+from genserve.t2i.ports import IMAGE
+from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows.limits import default_size
+from genserve.t2i.workflows.start import Mode, start, strength_input, workflow_name
+
+
+def flux(
+    model_path: str,
+    controlnet: str | None = None,
+    loras: Sequence[ModelPatch] = (),
+    mode: Mode = "text",
+    true_cfg: bool = False,
+) -> Workflow:
+    """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint").
+
+    `true_cfg`: with a negative prompt, which Flux wasn't made for; each step takes twice as long then.
+    """
+    with Workflow(workflow_name("flux", mode, controlnet)) as wf:
+        prompt = wf.add_input("prompt", str)
+        prompt_2 = wf.add_input("prompt_2", str, default=None, description="For the T5 encoder")
+        seed = wf.add_input("seed", int)
+        num_steps = wf.add_input("num_steps", int, default=28 if has_guidance(model_path) else 4)
+        height = wf.add_input("height", int, default=default_size(model_path))
+        width = wf.add_input("width", int, default=default_size(model_path))
+        max_length = wf.add_input(
+            "max_sequence_length", int, default=512 if has_guidance(model_path) else 256, description="Of T5"
+        )
+        options = wf.add_input(
+            "scheduler", dict, default=None, description="Such as {'use_karras_sigmas': true}"
+        )
+        strength = strength_input(wf, mode)
+        guidance_scale: Any = 3.5
+        if has_guidance(model_path):
+            guidance_scale = wf.add_input("guidance_scale", float, default=3.5, description="An embedding")
+
+        vae = VAE(model_path=model_path)
+        encode = FluxTextEncoder(model_path=model_path)
+        transformer = Flux(model_path=model_path)
+        denoise = Denoise()
+        for lora in loras:
+            transformer.add_patch(lora)
+
+        embeds = encode(prompt, prompt_2, max_length)
+        negative: Any = None
+        true_cfg_scale: Any = 1.0
+        if true_cfg:
+            negative_prompt = wf.add_input("negative_prompt", str, default="")
+            true_cfg_scale = wf.add_input("true_cfg_scale", float, default=1.0, description="Up to 1: none")
+            negative = encode(negative_prompt, max_sequence_length=max_length)
+        schedule, first, count = Schedule(model_path=model_path)(num_steps, height, width, strength, options)
+        draw = 0
+        if controlnet is not None:
+            net = FluxControlNet(model_path=controlnet)
+            control_image = wf.add_input("control_image", IMAGE)
+            control_mode = wf.add_input("control_mode", int, default=None, description="Of union ControlNets")
+            conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
+            control_start = wf.add_input(
+                "control_start", float, default=0.0, description="Share of the steps"
+            )
+            control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
+            if reads_pixels(controlnet):
+                control = Pixels(model_path=model_path)(control_image, height, width)
+            else:
+                draw = 1  # the pipeline draws the control image's noise first
+                control = vae(
+                    image=control_image, mode="encode", height=height, width=width, seed=seed, is_control=True
+                )
+        begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first, draw)
+
+        latents, residuals, single_residuals = begin.latents, None, None
+        for step in wf.loop(count, first=first):
+            if controlnet is not None:
+                residuals = net(
+                    latents,
+                    embeds,
+                    control,
+                    schedule,
+                    conditioning_scale,
+                    guidance_scale,
+                    control_mode,
+                    control_start,
+                    control_end,
+                    first=first,
+                )
+                if net.has_single_blocks:
+                    residuals, single_residuals = residuals
+            noise_pred = transformer(
+                latents,
+                embeds,
+                residuals,
+                single_residuals,
+                negative,
+                guidance_scale,
+                true_cfg_scale,
+                schedule,
+                repeat_residuals=controlnet is not None and reads_pixels(controlnet),
+            )
+            latents = begin.keep(denoise(noise_pred, latents, schedule, seed, step))
+        wf.add_output(vae(latents, mode="decode"), "image")
+    return wf

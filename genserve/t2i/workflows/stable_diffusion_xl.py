@@ -1,0 +1,106 @@
+"""Stable Diffusion XL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from genserve.t2i.model import ModelPatch
+from genserve.t2i.models.latents import Pixels
+from genserve.t2i.models.schedule import MultistepDenoise, Schedule
+from genserve.t2i.models.sdxl import SDXLControlNet, SDXLSizes, SDXLTextEncoder, SDXLUNet
+from genserve.t2i.models.vae import VAE
+from genserve.t2i.ports import IMAGE
+from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows.limits import default_size
+from genserve.t2i.workflows.painting import Painting, begin_painting
+from genserve.t2i.workflows.start import Mode, start, strength_input, workflow_name
+
+
+def sdxl(
+    model_path: str, controlnet: str | None = None, loras: Sequence[ModelPatch] = (), mode: Mode = "text"
+) -> Workflow:
+    """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint")."""
+    with Workflow(workflow_name("sdxl", mode, controlnet)) as wf:
+        prompt = wf.add_input("prompt", str)
+        prompt_2 = wf.add_input("prompt_2", str, default=None, description="For the second encoder")
+        negative_prompt = wf.add_input("negative_prompt", str, default=None)
+        negative_prompt_2 = wf.add_input("negative_prompt_2", str, default=None)
+        guidance_scale = wf.add_input("guidance_scale", float, default=5.0, description="Up to 1: none")
+        seed = wf.add_input("seed", int)
+        num_steps = wf.add_input("num_steps", int, default=50)
+        height = wf.add_input("height", int, default=default_size(model_path))
+        width = wf.add_input("width", int, default=default_size(model_path))
+        original_height = wf.add_input(
+            "original_height", int, default=None, description="As if scaled from it"
+        )
+        original_width = wf.add_input("original_width", int, default=None, description="As if scaled from it")
+        crop_top = wf.add_input("crop_top", int, default=0, description="As if cropped there")
+        crop_left = wf.add_input("crop_left", int, default=0, description="As if cropped there")
+        options = wf.add_input(
+            "scheduler", dict, default=None, description="Such as {'use_karras_sigmas': True}"
+        )
+        strength = strength_input(wf, mode)
+
+        vae = VAE(model_path=model_path)
+        encode = SDXLTextEncoder(model_path=model_path)
+        unet = SDXLUNet(model_path=model_path)
+        denoise = MultistepDenoise()
+        for lora in loras:
+            encode.add_patch(lora)
+            unet.add_patch(lora)
+
+        embeds = encode(prompt, prompt_2)
+        negative = encode(negative_prompt, negative_prompt_2)
+        sizes = SDXLSizes()(height, width, original_height, original_width, crop_top, crop_left)
+        schedule, first, count = Schedule(model_path=model_path)(num_steps, height, width, strength, options)
+        if mode == "inpaint":
+            begin = begin_painting(wf, model_path, vae, seed, height, width, schedule, first, strength)
+        else:
+            begin = Painting(start(wf, mode, model_path, vae, seed, height, width, schedule, first).latents)
+        if controlnet is not None:
+            net = SDXLControlNet(model_path=controlnet)
+            control_image = wf.add_input("control_image", IMAGE)
+            conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
+            control_start = wf.add_input(
+                "control_start", float, default=0.0, description="Share of the steps"
+            )
+            control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
+            guess_mode = wf.add_input("guess_mode", bool, default=False, description="As if without a prompt")
+            control = Pixels(model_path=model_path, normalize=False)(control_image, height, width)
+
+        latents: Any = begin.latents
+        history = down = middle = None
+        for step in wf.loop(count, first=first):
+            if controlnet is not None:
+                down, middle = net(
+                    latents,
+                    embeds,
+                    control,
+                    schedule,
+                    conditioning_scale,
+                    negative,
+                    guidance_scale,
+                    control_start,
+                    control_end,
+                    guess_mode,
+                    first=first,
+                    sizes=sizes,
+                    negative_sizes=sizes,
+                )
+            noise_pred = unet(
+                latents,
+                embeds,
+                down,
+                middle,
+                negative,
+                guidance_scale,
+                schedule,
+                begin.paint,
+                sizes=sizes,
+                negative_sizes=sizes,
+            )
+            latents, history = denoise(noise_pred, latents, history, schedule, seed, step)
+            latents = begin.keep(latents)
+        wf.add_output(vae(latents, mode="decode"), "image")
+    return wf
