@@ -47,7 +47,10 @@ def to_pixels(pictures: list[np.ndarray]) -> Tensor:
 def encode(vae: Any, pictures: list[np.ndarray]) -> Tensor:
     """Means of the pictures' latents, not scaled, in float32."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rows = [vae.encode(to_pixels(pictures[at : at + 32])).latent_dist.mean for at in range(0, len(pictures), 32)]
+        rows = [
+            vae.encode(to_pixels(pictures[at : at + 32])).latent_dist.mean
+            for at in range(0, len(pictures), 32)
+        ]
     return torch.cat(rows).float()
 
 
@@ -56,7 +59,9 @@ def silhouette(covered: data.Mask) -> np.ndarray:
     return data.paint(covered, (255, 255, 255), (0, 0, 0))
 
 
-def draw_scenes(seed: int, num: int, anywhere_share: float) -> list[tuple[data.Scene, tuple[str, float, float, float]]]:
+def draw_scenes(
+    seed: int, num: int, anywhere_share: float
+) -> list[tuple[data.Scene, tuple[str, float, float, float]]]:
     """Scenes that training may see with their layouts; a share of them is off the nine places and names none."""
     rng = random.Random(f"scenes {seed}")
     allowed = [scene for scene in data.all_scenes() if not data.is_held_out(scene)]
@@ -75,7 +80,12 @@ def draw_scenes(seed: int, num: int, anywhere_share: float) -> list[tuple[data.S
 
 
 def make_bank(
-    vae: Any, seed: int, num: int, anywhere_share: float = ANYWHERE_SHARE, hollow: bool = False, layouts: bool = False
+    vae: Any,
+    seed: int,
+    num: int,
+    anywhere_share: float = ANYWHERE_SHARE,
+    hollow: bool = False,
+    layouts: bool = False,
 ) -> Bank:
     """Draw and encode `num` pictures; with `layouts` their silhouettes too."""
     drawn = draw_scenes(seed, num, anywhere_share)
@@ -105,7 +115,8 @@ def draw_batch(bank: Bank, name: str, seed: int, step: int, num_rows: int, open_
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
     rows = [rng.randrange(len(bank.scenes)) for _ in range(num_rows)]
     prompts = [
-        "" if rng.random() < 0.1 else data.wording(loosened(bank.scenes[row], rng, open_share), rng) for row in rows
+        "" if rng.random() < 0.1 else data.wording(loosened(bank.scenes[row], rng, open_share), rng)
+        for row in rows
     ]
     clean = bank.latents[rows].float()
     noise = torch.randn(clean.shape, generator=generator)

@@ -165,6 +165,19 @@ def prompt_of(scene: Scene) -> str:
     return " ".join(word for word in words if word) + f", {scene.background} background"
 
 
+def scene_of(prompt: str) -> Scene:
+    """The scene of a prompt in the plainest wording. Raises ValueError for any other."""
+    thing, _, ground = prompt.partition(", ")
+    found = thing.split()[1:] if thing.startswith("a ") else []
+    size = found.pop(0) if found and found[0] in RADII else None
+    if len(found) >= 2:
+        shape = None if found[1] == "shape" else found[1]
+        scene = Scene(found[0], ground.removesuffix(" background"), shape, " ".join(found[2:]) or None, size)
+        if scene.shape in (None, *SHAPES) and scene.place in (None, *PLACES) and prompt_of(scene) == prompt:
+            return scene
+    raise ValueError(f"not a plain prompt: {prompt!r}")
+
+
 SYNONYMS = {
     "large": ("large", "big"),
     "small": ("small", "little"),
@@ -180,8 +193,12 @@ def wording(scene: Scene, rng: random.Random) -> str:
     place = rng.choice(SYNONYMS.get(scene.place, (scene.place,))) if scene.place else ""
     if place.startswith(("at the top ", "at the bottom ")):
         place = rng.choice((place, place.replace("at ", "in ")))
-    thing = " ".join(word for word in (rng.choice(("a", "a", "")), size, scene.colour, scene.shape or "shape") if word)
-    ground = rng.choice(("{} background", "on a {} background", "on {}", "background {}")).format(scene.background)
+    thing = " ".join(
+        word for word in (rng.choice(("a", "a", "")), size, scene.colour, scene.shape or "shape") if word
+    )
+    ground = rng.choice(("{} background", "on a {} background", "on {}", "background {}")).format(
+        scene.background
+    )
     form = rng.randrange(4)
     if form == 0:
         text = f"{thing} {place}, {ground}"

@@ -45,12 +45,14 @@ def _templates() -> tuple[list[tuple[str, float, bool]], NDArray[np.float32]]:
     return keys, np.stack(masks).reshape(len(keys), -1).astype(np.float32)
 
 
+def _ground(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(np.median(np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]]), 0))
+
+
 def silhouette_of(image: Any) -> NDArray[np.bool_]:
     """Which pixels, [SIDE, SIDE], of a picture (uint8, or a PIL image) are nearer to the object's colour than to the background."""
     pixels = np.asarray(image, dtype=np.float64)
-    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    ground = np.median(edge, 0)
-    away = np.linalg.norm(pixels - ground, axis=-1)
+    away = np.linalg.norm(pixels - _ground(pixels), axis=-1)
     if away.max() < 60:
         return np.zeros(away.shape, bool)
     strong = away > 0.75 * np.percentile(away[away > 0.5 * away.max()], 90)
@@ -61,8 +63,7 @@ def silhouette_of(image: Any) -> NDArray[np.bool_]:
 def look(image: Any) -> Sight:
     """Judge one picture of SIDE x SIDE pixels."""
     pixels = np.asarray(image, dtype=np.float64)
-    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    background, mask = _nearest(np.median(edge, 0)), silhouette_of(image)
+    background, mask = _nearest(_ground(pixels)), silhouette_of(image)
     if mask.sum() < 20:
         return Sight(background, background, None, None, None, False, 0.0)
     deep = mask & ~_near(~mask)  # without the blend at the edge
@@ -79,7 +80,13 @@ def look(image: Any) -> Sight:
     cx, cy = data.SIDE / 2 - dx - _MOVES[move][0], data.SIDE / 2 - dy - _MOVES[move][1]
     size = "small" if radius <= sum(data.RADII.values()) / 2 else "large"
     return Sight(
-        background, colour, shape if overlap >= LEAST_OVERLAP else None, data.place_of(cx, cy), size, hollow, overlap
+        background,
+        colour,
+        shape if overlap >= LEAST_OVERLAP else None,
+        data.place_of(cx, cy),
+        size,
+        hollow,
+        overlap,
     )
 
 
@@ -102,15 +109,19 @@ def overlap_of(image: Any, covered: data.Mask) -> float:
     return float((seen & wanted).sum() / (seen | wanted).sum())
 
 
-def score(images: Sequence[Any], scenes: Sequence[data.Scene]) -> dict[str, float]:
+def score(images: Sequence[Any], wanted: Sequence[data.Scene | str]) -> dict[str, float]:
     """Shares of the pictures in which each attribute asked for is right, "all" of them, and the share of hollow shapes.
 
-    `images`: uint8 arrays [SIDE, SIDE, 3] or PIL images, one for each of `scenes`. What a scene leaves open is right.
+    `images`: uint8 arrays [SIDE, SIDE, 3] or PIL images, one for each scene or plain prompt in `wanted`. What is left
+    open counts as right. Rings do not count for "hollow", as a small hollow one is hardly to be told from a full one.
     """
     right: dict[str, list[bool]] = {name: [] for name in (*ATTRIBUTES, "all", "hollow")}
-    for image, scene in zip(images, scenes, strict=True):
+    for image, asked in zip(images, wanted, strict=True):
+        scene = data.scene_of(asked) if isinstance(asked, str) else asked
         seen = look(image)
         each = [getattr(scene, name) in (None, getattr(seen, name)) for name in ATTRIBUTES]
-        for name, value in zip(right, [*each, all(each), seen.hollow], strict=True):
+        for name, value in zip((*ATTRIBUTES, "all"), [*each, all(each)], strict=True):
             right[name].append(value)
-    return {name: sum(values) / len(values) for name, values in right.items()}
+        if "ring" not in (scene.shape, seen.shape):
+            right["hollow"].append(seen.hollow)
+    return {name: sum(values) / max(1, len(values)) for name, values in right.items()}

@@ -5,6 +5,7 @@ Knows nothing of training. Everything is a stock class of diffusers and transfor
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import dataclass, fields
@@ -148,7 +149,9 @@ def make_parts(vae: Any, width: int = 160, num_layers: int = 4) -> Parts:
 class PlainAttention:
     """The joint attention of the transformer's blocks without a fused kernel, whose backward pass is slow on CPUs."""
 
-    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **_: Any
+    ) -> tuple[Tensor, Tensor]:
         """What the stock processor gives: the pictures' and the prompts' part of the result."""
         num_rows, num_patches, _width = hidden_states.shape
 
@@ -167,7 +170,10 @@ class PlainAttention:
 def encode_prompts(parts: Parts, prompts: list[str], num_t5_tokens: int = T5_TOKENS) -> tuple[Tensor, Tensor]:
     """Prompt embeddings [rows, tokens, T5_WIDTH] and pooled ones [rows, 2 * CLIP_WIDTH], as the stock pipeline makes them."""
     states, pooled = [], []
-    for tokenizer, encoder in ((parts.tokenizer, parts.text_encoder), (parts.tokenizer_2, parts.text_encoder_2)):
+    for tokenizer, encoder in (
+        (parts.tokenizer, parts.text_encoder),
+        (parts.tokenizer_2, parts.text_encoder_2),
+    ):
         ids = tokenizer(
             prompts, padding="max_length", max_length=CLIP_TOKENS, truncation=True, return_tensors="pt"
         ).input_ids
@@ -191,12 +197,58 @@ def save_pipeline(parts: Parts, folder: Path, shift: float = 1.0) -> None:
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     named = {field.name: getattr(parts, field.name) for field in fields(parts)}
-    kept = {name: {k: v.clone() for k, v in part.state_dict().items()} for name, part in parts.modules().items()}
+    kept = {
+        name: {k: v.clone() for k, v in part.state_dict().items()} for name, part in parts.modules().items()
+    }
     StableDiffusion3Pipeline(scheduler=scheduler, **named).to(torch.float16).save_pretrained(folder)
     for name, part in parts.modules().items():
         part.float().load_state_dict(kept[name])
     for config in folder.glob("**/config.json"):
         config.write_text(re.sub(r'\n  "_name_or_path": .*', "", config.read_text()))
+
+
+def make_controlnet(transformer: Any, num_layers: int = 2) -> Any:
+    """A ControlNet that begins as a copy of the first blocks of `transformer` and as yet changes nothing."""
+    from diffusers import SD3ControlNetModel
+
+    return SD3ControlNetModel.from_transformer(
+        transformer, num_extra_conditioning_channels=0, num_layers=num_layers
+    )
+
+
+def save_controlnet(controlnet: Any, folder: Path) -> None:
+    """Write the ControlNet's folder in half precision; `controlnet` itself is left as it is."""
+    copy.deepcopy(controlnet).half().save_pretrained(folder)
+
+
+LORA_TARGETS = [
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "ff.net.0.proj",
+    "ff.net.2",
+]
+
+
+def add_lora(transformer: Any, rank: int) -> None:
+    """Give `transformer` an adapter that as yet changes nothing; nothing else of it can be trained then."""
+    from peft import LoraConfig
+
+    transformer.requires_grad_(False)
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=LORA_TARGETS))
+
+
+def save_lora(transformer: Any, folder: Path) -> None:
+    """Write the adapter as the stock pipeline loads it, in half precision."""
+    from diffusers import StableDiffusion3Pipeline
+    from peft.utils import get_peft_model_state_dict
+
+    layers = {name: weight.half() for name, weight in get_peft_model_state_dict(transformer).items()}
+    StableDiffusion3Pipeline.save_lora_weights(folder, transformer_lora_layers=layers)
 
 
 def load_pipeline(folder: Path) -> Any:

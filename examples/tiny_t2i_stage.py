@@ -144,7 +144,13 @@ class Stage:
         if at_most is not None:
             end = min(end, self.num_done + at_most)
         name, mean = self.settings.name, None
-        columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}"))
+        columns = (
+            TextColumn(name),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[loss]}"),
+        )
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(name, total=end, completed=self.num_done, loss="")
             start_s, first = time.monotonic(), self.num_done
