@@ -277,6 +277,7 @@ def test_closing_ends_a_stream_that_is_read_later(folder):
 def test_an_interrupt_aborts_what_was_asked_for(llm, streaming):
     # A run in the background of a shell ignores it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt():
         while llm.stats()["num_sequences"] == 0:
             time.sleep(0.001)
