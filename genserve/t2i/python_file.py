@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
-from genserve.core.errors import ConfigError
+from genserve.core.errors import CompileError, ConfigError
 
 
 def names_of(path: Path) -> dict[str, Any]:
     """Run the file as a module of its stem's name, importable from then on, and return its names.
 
-    Its own models are then importable by workers of this process.
+    Its own models are then importable by workers of this process. Raises `ConfigError`, with the line, for whatever
+    the file raises.
     """
     name = path.stem
     if not name.isidentifier():
@@ -31,5 +33,17 @@ def names_of(path: Path) -> dict[str, Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+        if isinstance(error, CompileError):
+            raise  # it tells its line
+        raise ConfigError(
+            f"{path}{_line(error, module.__file__)}: {type(error).__name__}: {error}"
+        ) from error
     return vars(module)
+
+
+def _line(error: Exception, file: str | None) -> str:
+    """ ":12", the last line of the file on the way to the error."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f":{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f":{lines[-1]}" if lines else ""
