@@ -106,7 +106,7 @@ def encode(
 
 def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """A uint8 picture, height x width x 3, on the device of the autoencoder."""
-    latents = latents.to(vae.device, vae.dtype)
+    latents = latents.to(vae.device, vae.dtype).contiguous()  # as they come from another executor
     mean, std = _per_channel(vae, latents)
     if mean is not None:
         latents = latents * std / vae.config.scaling_factor + mean
