@@ -31,6 +31,12 @@ class SD3TextEncoder(TextEncoder):
     """Two CLIP encoders and a T5 (which a checkpoint may lack: zeros stand for it)."""
 
     weights: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    content: ClassVar[tuple[str, ...]] = (
+        "tokenizer",
+        "tokenizer_2",
+        "tokenizer_3",
+        "transformer/config.json",
+    )
 
     def setup_io(self) -> None:
         self.add_input("prompt", str)
