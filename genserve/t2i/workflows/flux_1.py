@@ -8,6 +8,7 @@ from typing import Any
 from genserve.t2i.model import ModelPatch
 from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, has_guidance, reads_pixels
 from genserve.t2i.models.latents import Pixels
+from genserve.t2i.models.lora_file import targets_text
 from genserve.t2i.models.schedule import Denoise, Schedule
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import IMAGE
@@ -51,6 +52,8 @@ def flux(
         denoise = Denoise()
         for lora in loras:
             transformer.add_patch(lora)
+            if targets_text(lora.model_path):
+                encode.add_patch(lora)
 
         embeds = encode(prompt, prompt_2, max_length)
         negative: Any = None

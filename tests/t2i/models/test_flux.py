@@ -17,7 +17,7 @@ from genserve.t2i.models.lora import LoRA
 from genserve.t2i.models.schedule import Denoise, Schedule, make_schedule
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows import flux
-from tests.t2i.models.driver import mask, picture, render, rendered_with_adapter, run_model, stock
+from tests.t2i.models.driver import mask, picture, render, rendered_with_adapters, run_model, stock
 
 ASKED = {"prompt": "a red cat", "height": 64, "width": 48, "max_sequence_length": 24}
 
@@ -153,18 +153,20 @@ def test_halves_of_guidance_join_to_the_whole_bit_for_bit(tiny):
     assert torch.equal(run_model(Guidance(), cond=cond, uncond=uncond, guidance_scale=3.0), whole)
 
 
-def test_adapter(tiny):
+@pytest.mark.parametrize("text_encoders", [False, True])
+def test_adapter(tiny, text_encoders):
     """Merged weights: bit for bit those of the stock pipeline's `fuse_lora`, within 1e-5 of its live branch."""
+    path = tiny.lora("flux", seed=1, text_encoders=text_encoders)
     pipeline = diffusers.FluxPipeline.from_pretrained(tiny("flux"))
-    pipeline.load_lora_weights(tiny.lora("flux", seed=1), adapter_name="a")
+    pipeline.load_lora_weights(path, adapter_name="a")
     pipeline.set_adapters("a", 0.7)
     asked = {**ASKED, "guidance_scale": 3.0}
     _, live = stock(pipeline, **asked, num_inference_steps=3)
-    pipeline.fuse_lora(components=["transformer"], adapter_names=["a"])
+    pipeline.fuse_lora(components=pipeline._lora_loadable_modules, adapter_names=["a"])
     pipeline.unload_lora_weights()
     image, fused = stock(pipeline, **asked, num_inference_steps=3)
-    graph = flux(tiny("flux")).to_graph()
-    base, with_adapter, after = rendered_with_adapter(graph, tiny.lora("flux", seed=1), 0.7, **asked)
+    graph = flux(tiny("flux"), loras=[LoRA(path, 0.7)]).to_graph()
+    base, with_adapter, after = rendered_with_adapters(graph, **asked)
     assert np.array_equal(with_adapter[0], image)
     assert torch.equal(pack(with_adapter[1]), fused) and torch.allclose(fused, live, atol=1e-5)
     assert torch.equal(base[1], after[1]) and not torch.allclose(pack(base[1]), fused, atol=0.1)
