@@ -17,7 +17,15 @@ from genserve.t2i.models.lora import LoRA
 from genserve.t2i.models.schedule import Denoise, Schedule, make_schedule
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows import flux
-from tests.t2i.models.driver import mask, picture, render, rendered_with_adapters, run_model, stock
+from tests.t2i.models.driver import (
+    mask,
+    picture,
+    render,
+    rendered_with_adapters,
+    run_model,
+    saved_awake,
+    stock,
+)
 
 ASKED = {"prompt": "a red cat", "height": 64, "width": 48, "max_sequence_length": 24}
 
@@ -90,6 +98,33 @@ def test_controlnet_of_image_to_image(tiny):
         num_steps=4,
         **asked,
     )
+
+
+@pytest.mark.parametrize(
+    ("special", "stock_inputs", "our_inputs"),
+    [
+        ({"num_mode": 3, "num_single_layers": 1}, {"control_mode": 2}, {"control_mode": 2}),
+        ({"patch_size": 2, "conditioning_embedding_channels": 16}, {}, {}),
+    ],
+    ids=["union", "reads pixels"],
+)
+def test_other_controlnets(tiny, tmp_path, special, stock_inputs, our_inputs):
+    shape = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 4, 8)}
+    shape |= {"joint_attention_dim": 32, "pooled_projection_dim": 16, "guidance_embeds": True}
+    torch.manual_seed(0)
+    net = diffusers.FluxControlNetModel(**{"num_layers": 1, "num_single_layers": 0, **shape, **special})
+    path = saved_awake(net, tmp_path / "net")
+    pipeline = diffusers.FluxControlNetPipeline.from_pretrained(tiny("flux"), controlnet=net)
+    graph = flux(tiny("flux"), controlnet=path).to_graph()
+    asked = {"control_image": picture(2), "guidance_scale": 3.5}
+    compare(
+        pipeline,
+        graph,
+        stock_inputs | {"controlnet_conditioning_scale": 0.7},
+        our_inputs | {"conditioning_scale": 0.7},
+        **asked,
+    )
+    assert FluxControlNet(model_path=path).has_single_blocks == ("num_mode" in special)
 
 
 def test_what_an_encoder_cannot_read_is_a_warning(tiny):

@@ -15,7 +15,15 @@ from genserve.t2i.models.lora import LoRA
 from genserve.t2i.models.schedule import make_schedule
 from genserve.t2i.models.sd3 import SD3ControlNet, SD3TextEncoder, SD3Transformer
 from genserve.t2i.workflows import sd3
-from tests.t2i.models.driver import mask, picture, render, rendered_with_adapters, run_model, stock
+from tests.t2i.models.driver import (
+    mask,
+    picture,
+    render,
+    rendered_with_adapters,
+    run_model,
+    saved_awake,
+    stock,
+)
 
 ASKED = {
     "prompt": "a red cat",
@@ -130,6 +138,31 @@ def test_controlnet(tiny, monkeypatch, is_encoded_once):
         assert torch.allclose(our_latents, latents, atol=1e-4)
     without, _ = render(graph, **asked, conditioning_scale=0.0)
     assert not np.array_equal(without, image)
+
+
+def test_a_controlnet_that_shares_its_transformers_positions(tiny, monkeypatch, tmp_path):
+    """As those of SD3.5 Large, which read no text either. The stock pipeline encodes the image in a pair: 1e-4."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    torch.manual_seed(0)
+    net = diffusers.SD3ControlNetModel(
+        sample_size=8,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=None,
+        pooled_projection_dim=32,
+        pos_embed_max_size=None,
+        use_pos_embed=False,
+        force_zeros_for_pooled_projection=False,
+    )
+    path = saved_awake(net, tmp_path)
+    pipeline = diffusers.StableDiffusion3ControlNetPipeline.from_pretrained(tiny("sd35"), controlnet=net)
+    asked = {**ASKED, "control_image": picture(2)}
+    _, latents = stock(pipeline, **asked, num_inference_steps=3)
+    graph = sd3(tiny("sd35"), controlnet=path).to_graph()
+    _, ours = render(graph, **asked, num_steps=3, seed=5)
+    without, _ = render(graph, **asked, num_steps=3, seed=5, conditioning_scale=0.0)
+    assert torch.allclose(ours, latents, atol=1e-4) and not np.array_equal(ours, without)
 
 
 def embeds_of(tiny, prompt):
