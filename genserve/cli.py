@@ -18,6 +18,7 @@ from genserve import (
     cli_plan,
     cli_serve,
     cli_simulate,
+    cli_t2i,
     cli_text,
     cli_workers,
 )
@@ -70,6 +71,7 @@ cli_bench.app.command("offline")(cli_offline.offline)
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_simulate.app, name="simulate")
 app.add_typer(cli_plan.app, name="plan")
+app.add_typer(cli_t2i.app, name="t2i")
 app.add_typer(cli_workers.app, name="workers")
 
 

@@ -43,7 +43,9 @@ POLICIES = (
     *("dllm.scenario", "dllm.plan"),
     *("t2i.ports", "t2i.graph", "t2i.model", "t2i.request", "t2i.typecheck", "t2i.values", "t2i.loop_source"),
     *("t2i.tracing", "t2i.rolling", "t2i.binding", "t2i.workflow", "t2i.emission", "t2i.inlining"),
-    *("t2i.verify", "t2i.serialize", "t2i.reference"),
+    *("t2i.verify", "t2i.serialize", "t2i.reference", "t2i.approx_cache", "t2i.layout"),
+    *("t2i.passes", "t2i.passes.fold_constants", "t2i.passes.common_subexpressions", "t2i.passes.dead_nodes"),
+    *("t2i.passes.lora", "t2i.passes.cfg_split", "t2i.passes.step_cache", "t2i.passes.approximate_cache"),
 )
 IMPURE = ("torch", "ray", "asyncio", "time", "transformers", "random", "threading", "fastapi", "uvicorn")
 HEAVY = ("torch", "ray", "transformers", "fastapi", "uvicorn", "numpy", "matplotlib", "xgrammar", "numba")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from genserve.core.errors import ConfigError
-from genserve.t2i.ports import REQUIRED, InputPort, OutputPort, port_type
+from genserve.t2i.ports import REQUIRED, CfgPorts, InputPort, OutputPort, port_type
 
 
 class Model:
@@ -51,6 +51,23 @@ class Model:
 
     # Names of the parameters, besides `model_path`, that `load` depends on; None means all of them.
     load_params: ClassVar[tuple[str, ...] | None] = None
+
+    # Files or folders under `model_path`, besides `weights`, whose content the node's results depend on.
+    content: ClassVar[tuple[str, ...]] = ()
+
+    # False: the call has an effect besides its outputs, or draws on a store. It is never left out, merged with an
+    # equal one, moved out of a loop, or answered from memory.
+    pure: ClassVar[bool] = True
+
+    # How guidance inside the node may be split into two nodes; None: not at all.
+    cfg: ClassVar[CfgPorts | None] = None
+
+    # Ports, each an optional input and an output, that the model declares when it gets the parameter
+    # `step_cache_threshold`: what a step hands to the next, for it to skip most of its work where little changes.
+    step_cache_ports: ClassVar[tuple[str, ...]] = ()
+
+    # Whether adapters that a request names go on this model.
+    takes_loras: ClassVar[bool] = False
 
     # Whether the compiler may run `execute` itself when all inputs are constants: cheap, pure, no weights, no torch,
     # and JSON values as outputs.

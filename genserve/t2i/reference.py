@@ -33,7 +33,7 @@ from genserve.t2i.ports import REQUIRED
 
 Components = dict[str, Any]
 Adapter = tuple[Any, float]
-"""The value of a patch's edge, and its scale."""
+"""The outputs of the node that loads it, and its scale."""
 ApplyPatches = Callable[[Components, Sequence[Adapter]], contextlib.AbstractContextManager[Components]]
 
 
@@ -123,7 +123,9 @@ class _Interpreter:
             self._loaded[key] = model.load(path, self._device)
         inputs = {port: self.value(edge) for port, edge in node.inputs}
         adapters = [
-            (self.value(patch.adapter), patch.scale) for patch in node.patches if patch.adapter is not None
+            (self._nodes[patch.adapter.node], patch.scale)
+            for patch in node.patches
+            if isinstance(patch.adapter, FromNode)
         ]
         components = self._loaded[key]
         with contextlib.ExitStack() as stack:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from genserve.core.errors import CompileError
 from genserve.t2i import loop_source
 from genserve.t2i.graph import Const, FromInput, ModelSpec, Patch
+from genserve.t2i.model import Model
 from genserve.t2i.ports import INT, InputPort, OutputPort
 from genserve.t2i.values import After, Carry, Count, Element, Final, Index, Items, Out, Ref, Value
 
@@ -34,12 +35,20 @@ _INTERNAL = frozenset(
 
 
 def user_frame() -> FrameType:
-    """The innermost frame that is not of this package's recording."""
+    """The innermost frame that is neither of this package's recording nor a model's own `__call__`."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_back is not None and frame.f_globals.get("__name__") in _INTERNAL:
+    while (
+        frame is not None
+        and frame.f_back is not None
+        and (frame.f_globals.get("__name__") in _INTERNAL or _is_models_call(frame))
+    ):
         frame = frame.f_back
     assert frame is not None
     return frame
+
+
+def _is_models_call(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__call__" and isinstance(frame.f_locals.get("self"), Model)
 
 
 def line_of(frame: FrameType) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.core.errors import ConfigError
 from genserve.t2i.model import Model, ModelPatch
@@ -35,6 +35,8 @@ class LoadLora(Model):
 
     Understands the files of diffusers, peft and kohya's trainers, for all families.
     """
+
+    content: ClassVar[tuple[str, ...]] = ("",)
 
     def setup_io(self) -> None:
         self.add_output("weights", tensors())

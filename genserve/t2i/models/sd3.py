@@ -16,7 +16,8 @@ from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.lazy import map_tensors
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
-from genserve.t2i.models.text import EMBEDS, TextEncoder, Tokenizer, embeds, load_encoder
+from genserve.t2i.models.step_cache import THRESHOLD, StepCache
+from genserve.t2i.models.text import EMBEDS, TextEncoder, Tokenizer, embeds, load_encoders
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensors
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ class SD3TextEncoder(TextEncoder):
     """Two CLIP encoders and a T5 (which a checkpoint may lack: zeros stand for it)."""
 
     weights: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    content: ClassVar[tuple[str, ...]] = (
+        "tokenizer",
+        "tokenizer_2",
+        "tokenizer_3",
+        "transformer/config.json",
+    )
 
     def setup_io(self) -> None:
         self.add_input("prompt", str)
@@ -43,11 +50,8 @@ class SD3TextEncoder(TextEncoder):
         import torch
 
         dtype = getattr(torch, self.params.get("dtype", "float32"))
-        assert model_path is not None
-        return {
-            "encoders": [load_encoder(model_path, name, dtype, device) for name in self.weights],
-            "width": read_config(model_path, "transformer/config.json")["joint_attention_dim"],
-        }
+        width = read_config(str(model_path), "transformer/config.json")["joint_attention_dim"]
+        return {"width": width, **load_encoders(str(model_path), self.weights, dtype, device)}
 
     def execute(
         self,
@@ -60,17 +64,19 @@ class SD3TextEncoder(TextEncoder):
     ) -> dict[str, Any]:
         import torch
 
-        clip_1, clip_2, t5 = model_components["encoders"]
-        first, pooled_1, warnings_1 = _clip(clip_1, prompt, clip_skip)
-        second, pooled_2, warnings_2 = _clip(clip_2, prompt_2 or prompt, clip_skip)
+        parts = model_components
+        first, pooled_1, warnings_1 = _clip(parts["text_encoder"], parts["tokenizer"], prompt, clip_skip)
+        second, pooled_2, warnings_2 = _clip(
+            parts["text_encoder_2"], parts["tokenizer_2"], prompt_2 or prompt, clip_skip
+        )
         clip = torch.cat([first, second], dim=-1)
         warnings_3: list[str] = []
-        if t5 is None:
-            shape = (1, max_sequence_length, model_components["width"])
+        if "text_encoder_3" not in parts:
+            shape = (1, max_sequence_length, parts["width"])
             text = torch.zeros(shape, device=clip.device, dtype=clip.dtype)
         else:
-            encoder, tokenizer = t5
-            ids, warnings_3 = tokenizer(prompt_3 or prompt, max_sequence_length)
+            encoder = parts["text_encoder_3"]
+            ids, warnings_3 = parts["tokenizer_3"](prompt_3 or prompt, max_sequence_length)
             text = encoder(ids.to(encoder.device))[0].to(encoder.dtype)
         clip = torch.nn.functional.pad(clip, (0, text.shape[-1] - clip.shape[-1]))
         return embeds(
@@ -81,9 +87,8 @@ class SD3TextEncoder(TextEncoder):
 
 
 def _clip(
-    loaded: tuple[Any, Tokenizer], prompt: str, skip: int | None
+    encoder: Any, tokenizer: Tokenizer, prompt: str, skip: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    encoder, tokenizer = loaded
     ids, warnings = tokenizer(prompt)
     out = encoder(ids.to(encoder.device), output_hidden_states=True)
     return out.hidden_states[-((skip or 0) + 2)].to(encoder.dtype), out[0], warnings
@@ -92,10 +97,14 @@ def _clip(
 class SD3Transformer(Model):
     """Predicts the velocity of latents. With negative embeddings and a scale above 1, one batch of both and guidance.
 
-    `residuals`, a ControlNet's, are fetched by the blocks that add them. `branch`: see `CfgPorts`.
+    `residuals`, a ControlNet's, are fetched by the blocks that add them. `branch`: see `CfgPorts`. With the
+    parameter `step_cache_threshold` there is a second output, `step_cache`, for a loop to carry: see its module.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
+    load_params: ClassVar[tuple[str, ...] | None] = ("dtype",)
+    takes_loras: ClassVar[bool] = True
+    step_cache_ports: ClassVar[tuple[str, ...]] = ("step_cache",)
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),
@@ -115,6 +124,9 @@ class SD3Transformer(Model):
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
+        if self.params.get(THRESHOLD) is not None:
+            self.add_input("step_cache", tensors(), default=None)
+            self.add_output("step_cache", tensors())
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
@@ -136,12 +148,14 @@ class SD3Transformer(Model):
         branch: int | None = None,
         step: int = 0,
         num_steps: int | None = None,
+        step_cache: Sequence[torch.Tensor] | None = None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         batch = guided_batch(latents, prompt_embeds, negative_prompt_embeds, guidance_scale)
         if residuals is not None and branch is not None:
             residuals = map_tensors(residuals, lambda pair: own_row(pair, branch))
-        noise_pred = model_components["transformer"](
+        cached = StepCache(step_cache, self.params.get(THRESHOLD) or 0.0)
+        noise_pred = cached.view(model_components["transformer"])(
             hidden_states=batch.latents,
             timestep=timestep(schedule, step).to(latents.device).expand(batch.latents.shape[0]),
             encoder_hidden_states=batch.sequence,
@@ -152,7 +166,8 @@ class SD3Transformer(Model):
         if batch.is_guided:
             uncond, cond = noise_pred.chunk(2)
             noise_pred = guide(cond, uncond, guidance_scale)
-        return {"noise_pred": noise_pred}
+        outputs: dict[str, Any] = {"noise_pred": noise_pred, "step_cache": cached.state}
+        return {port.name: outputs[port.name] for port in self.output_ports}
 
 
 class SD3ControlNet(Model):

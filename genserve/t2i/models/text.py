@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.t2i.model import Model
 from genserve.t2i.ports import JSON, tensors
@@ -66,8 +66,20 @@ def load_encoder(model_path: str, name: str, dtype: torch.dtype, device: str) ->
     return encoder.to(device).eval(), Tokenizer(tokenizer, name)
 
 
+def load_encoders(model_path: str, names: Sequence[str], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Those of the text encoders that there are, and their tokenizers, by the names of their folders."""
+    parts: dict[str, Any] = {}
+    for name in names:
+        loaded = load_encoder(model_path, name, dtype, device)
+        if loaded is not None:
+            parts[name], parts[name.replace("text_encoder", "tokenizer")] = loaded
+    return parts
+
+
 class TextEncoder(Model):
     """What the families' text encoders have in common: one value for the workflow, warnings for the runtime."""
+
+    content: ClassVar[tuple[str, ...]] = ("tokenizer", "tokenizer_2", "tokenizer_3")
 
     def add_outputs(self) -> None:
         self.add_output("prompt_embeds", EMBEDS)

@@ -81,7 +81,7 @@ class VAE(Model):
             pixels = to_pixels(image, height, width, vae_scale_factor(path) * patch_size(path))
             if is_control:
                 pixels = pixels.contiguous()
-            return {"latents": encode(vae, pixels, seed, shift, draw)}
+            return {"latents": encode(vae, pixels, seed, shift, draw).contiguous()}
         if latents is None:
             raise InvalidRequest("latents", "decoding needs them")
         return {"image": decode(vae, latents)}

@@ -1,1 +1,37 @@
-"""Graph passes, a file each: a pure function from graph to graph (LegoDiffusion §4.2)."""
+"""Passes: pure functions from graph to graph, one file each. A new pass is a file here and its name below.
+
+A pass keeps what the workflow computes; what it may change instead (a cache is approximate, two halves of guidance
+are rounded apart) its file says. Owns their list and order; `compiler` runs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from genserve.core.errors import ConfigError
+from genserve.t2i.graph import Graph
+
+# In the order in which they are run. Each is `genserve.t2i.passes.<name>.apply(graph, **options)`.
+PASSES = (
+    "fold_constants",
+    "common_subexpressions",
+    "approximate_cache",
+    "cfg_split",
+    "step_cache",
+    "lora",
+    "dead_nodes",
+)
+# What every workflow gets; the others change results, or pay only on some clusters.
+DEFAULT = ("fold_constants", "common_subexpressions", "lora", "dead_nodes")
+
+Pass = Callable[..., Graph]
+
+
+def find_pass(name: str) -> Pass:
+    """The pass of that name. Raises `ConfigError`."""
+    if name not in PASSES:
+        raise ConfigError(f"no pass {name!r}; there are: {', '.join(PASSES)}")
+    found: Any = importlib.import_module(f"genserve.t2i.passes.{name}")
+    return found.apply  # type: ignore[no-any-return]

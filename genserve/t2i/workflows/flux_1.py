@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from genserve.t2i.model import ModelPatch
 from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, has_guidance, reads_pixels
 from genserve.t2i.models.latents import Pixels
+from genserve.t2i.models.lora_file import targets_text
 from genserve.t2i.models.schedule import Denoise, Schedule
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import IMAGE
@@ -40,7 +42,7 @@ def flux(
             "scheduler", dict, default=None, description="Such as {'use_karras_sigmas': true}"
         )
         strength = strength_input(wf, mode)
-        guidance_scale = 3.5
+        guidance_scale: Any = 3.5
         if has_guidance(model_path):
             guidance_scale = wf.add_input("guidance_scale", float, default=3.5, description="An embedding")
 
@@ -50,8 +52,12 @@ def flux(
         denoise = Denoise()
         for lora in loras:
             transformer.add_patch(lora)
+            if targets_text(lora.model_path):
+                encode.add_patch(lora)
 
-        embeds, negative, true_cfg_scale = encode(prompt, prompt_2, max_length), None, 1.0
+        embeds = encode(prompt, prompt_2, max_length)
+        negative: Any = None
+        true_cfg_scale: Any = 1.0
         if true_cfg:
             negative_prompt = wf.add_input("negative_prompt", str, default="")
             true_cfg_scale = wf.add_input("true_cfg_scale", float, default=1.0, description="Up to 1: none")

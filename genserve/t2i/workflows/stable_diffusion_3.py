@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from genserve.t2i.model import ModelPatch
+from genserve.t2i.models.lora_file import targets_text
 from genserve.t2i.models.schedule import Denoise, Schedule
 from genserve.t2i.models.sd3 import SD3ControlNet, SD3TextEncoder, SD3Transformer, control_vae_shift
 from genserve.t2i.models.vae import VAE
@@ -39,6 +40,8 @@ def sd3(
         denoise = Denoise()
         for lora in loras:
             transformer.add_patch(lora)
+            if targets_text(lora.model_path):
+                encode.add_patch(lora)
 
         embeds = encode(prompt, prompt_2, prompt_3, clip_skip, max_length)
         negative = encode(negative_prompt, max_sequence_length=max_length)

@@ -6,13 +6,26 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from PIL import Image
 
-from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, pack, unpack
-from genserve.t2i.models.latents import Guidance
+from genserve.t2i.graph import FromNode, walk
+from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, FluxVAE, pack, unpack
+from genserve.t2i.models.latents import Guidance, LatentsGenerator
 from genserve.t2i.models.lazy import LazyTensors
-from genserve.t2i.models.schedule import make_schedule
+from genserve.t2i.models.lora import LoRA
+from genserve.t2i.models.schedule import Denoise, Schedule, make_schedule
+from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows import flux
-from tests.t2i.models.driver import mask, picture, render, run_model, stock
+from tests.t2i.models.driver import (
+    mask,
+    picture,
+    render,
+    rendered_with_adapters,
+    run_model,
+    saved_awake,
+    stock,
+)
 
 ASKED = {"prompt": "a red cat", "height": 64, "width": 48, "max_sequence_length": 24}
 
@@ -87,6 +100,33 @@ def test_controlnet_of_image_to_image(tiny):
     )
 
 
+@pytest.mark.parametrize(
+    ("special", "stock_inputs", "our_inputs"),
+    [
+        ({"num_mode": 3, "num_single_layers": 1}, {"control_mode": 2}, {"control_mode": 2}),
+        ({"patch_size": 2, "conditioning_embedding_channels": 16}, {}, {}),
+    ],
+    ids=["union", "reads pixels"],
+)
+def test_other_controlnets(tiny, tmp_path, special, stock_inputs, our_inputs):
+    shape = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 4, 8)}
+    shape |= {"joint_attention_dim": 32, "pooled_projection_dim": 16, "guidance_embeds": True}
+    torch.manual_seed(0)
+    net = diffusers.FluxControlNetModel(**{"num_layers": 1, "num_single_layers": 0, **shape, **special})
+    path = saved_awake(net, tmp_path / "net")
+    pipeline = diffusers.FluxControlNetPipeline.from_pretrained(tiny("flux"), controlnet=net)
+    graph = flux(tiny("flux"), controlnet=path).to_graph()
+    asked = {"control_image": picture(2), "guidance_scale": 3.5}
+    compare(
+        pipeline,
+        graph,
+        stock_inputs | {"controlnet_conditioning_scale": 0.7},
+        our_inputs | {"conditioning_scale": 0.7},
+        **asked,
+    )
+    assert FluxControlNet(model_path=path).has_single_blocks == ("num_mode" in special)
+
+
 def test_what_an_encoder_cannot_read_is_a_warning(tiny):
     encoder = FluxTextEncoder(model_path=tiny("flux"))
     out = run_model(encoder, prompt="a cat " * 30, max_sequence_length=24)
@@ -146,3 +186,75 @@ def test_halves_of_guidance_join_to_the_whole_bit_for_bit(tiny):
         run_model(model, **shared, prompt_embeds=each, true_cfg_scale=3.0) for each in (prompt, negative)
     )
     assert torch.equal(run_model(Guidance(), cond=cond, uncond=uncond, guidance_scale=3.0), whole)
+
+
+@pytest.mark.parametrize("text_encoders", [False, True])
+def test_adapter(tiny, text_encoders):
+    """Merged weights: bit for bit those of the stock pipeline's `fuse_lora`, within 1e-5 of its live branch."""
+    path = tiny.lora("flux", seed=1, text_encoders=text_encoders)
+    pipeline = diffusers.FluxPipeline.from_pretrained(tiny("flux"))
+    pipeline.load_lora_weights(path, adapter_name="a")
+    pipeline.set_adapters("a", 0.7)
+    asked = {**ASKED, "guidance_scale": 3.0}
+    _, live = stock(pipeline, **asked, num_inference_steps=3)
+    pipeline.fuse_lora(components=pipeline._lora_loadable_modules, adapter_names=["a"])
+    pipeline.unload_lora_weights()
+    image, fused = stock(pipeline, **asked, num_inference_steps=3)
+    graph = flux(tiny("flux"), loras=[LoRA(path, 0.7)]).to_graph()
+    base, with_adapter, after = rendered_with_adapters(graph, **asked)
+    assert np.array_equal(with_adapter[0], image)
+    assert torch.equal(pack(with_adapter[1]), fused) and torch.allclose(fused, live, atol=1e-5)
+    assert torch.equal(base[1], after[1]) and not torch.allclose(pack(base[1]), fused, atol=0.1)
+
+
+def figure_7(model_path: str, controlnet_path: str, lora_path: str) -> Workflow:
+    """LegoDiffusion's Figure 7 as it is printed, with its dots filled in, and a size that fits a tiny model."""
+    # create a workflow instance
+    workflow = Workflow(name="flux_txt2img_workflow")
+    # initialize models. All inherit the Model class
+    latents_generator = LatentsGenerator(size=64)
+    text_enc = FluxTextEncoder(model_path=model_path)
+    flux = Flux(model_path=model_path)
+    controlnet = FluxControlNet(model_path=controlnet_path)
+    lora = LoRA(model_path=lora_path)
+    vae = FluxVAE(model_path=model_path)
+    denoise = Denoise(model_path=model_path)
+    # initialize input placeholders for the workflow
+    seed = workflow.add_input(name="seed", data_type=int)
+    prompt = workflow.add_input(name="prompt", data_type=str)
+    num_denoising_steps = workflow.add_input(name="num_denoising_steps", data_type=int)
+    ref_image = workflow.add_input(name="ref_image", data_type=Image)
+    # add_patch() registers a LoRA adapter with the flux
+    flux.add_patch(lora)
+    # Invoke models and establish their I/O dependencies.
+    latents = latents_generator(seed)
+    prompt_embeds = text_enc(prompt)
+    ref_image = vae(image=ref_image, mode="encode")
+    schedule, _, _ = Schedule(model_path=model_path)(num_denoising_steps, 64, 64)
+    # Perform iterative denoising computation.
+    for i in range(num_denoising_steps):
+        controlnet_outputs = controlnet(latents, prompt_embeds, ref_image, schedule, step=i)
+        noise_pred = flux(latents, prompt_embeds, controlnet_outputs, guidance_scale=3.5)
+        latents = denoise(noise_pred, latents)
+    output_img = vae(latents, mode="decode")
+    workflow.add_output(output_img, name="image")
+    return workflow
+
+
+def test_figure_7_runs_as_printed(tiny, monkeypatch):
+    """It takes the control image's most likely latents, and in another memory layout than the pipeline: 1e-4."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    net = diffusers.FluxControlNetModel.from_pretrained(tiny.controlnet("flux"))
+    pipeline = diffusers.FluxControlNetPipeline.from_pretrained(tiny("flux"), controlnet=net)
+    asked = {"prompt": "a red cat", "control_image": picture(2), "height": 64, "width": 64}
+    _, latents = stock(pipeline, **asked, num_inference_steps=3, guidance_scale=3.5)
+    written = figure_7(tiny("flux"), tiny.controlnet("flux"), tiny.lora("flux", seed=1)).to_graph()
+    _, ours = render(written, seed=5, prompt="a red cat", num_denoising_steps=3, ref_image=picture(2))
+    assert torch.allclose(pack(ours), latents, atol=1e-4)
+    (node,) = (node for node in walk(written.nodes) if node.model.cls.endswith(":Flux"))
+    assert node.where.startswith("test_flux.py:") and len(node.patches) == 1
+    assert [port for port, edge in node.inputs if isinstance(edge, FromNode)] == [
+        "prompt_embeds",
+        "residuals",
+        "single_residuals",
+    ]
