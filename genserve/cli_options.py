@@ -16,7 +16,7 @@ Models: TypeAlias = Annotated[
         "--model",
         "-m",
         metavar="[NAME=][FAMILY:]MODEL",
-        help=f"{_MODEL}; repeat for several. Families: ar, dllm; by default the model tells its own.",
+        help=f"{_MODEL}; repeat for several. Families: ar, dllm, t2i; by default the model tells its own.",
     ),
 ]
 ConfigFile: TypeAlias = Annotated[

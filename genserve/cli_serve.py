@@ -12,13 +12,14 @@ from genserve import cli_options as opt
 from genserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from genserve.core.server.gateway import ServedModel
+    from genserve.server import Served
     from genserve.server_config import ModelEntry, ServerConfig
 
 
 def serve(
     family: Annotated[
-        str | None, typer.Argument(help="ar or dllm: of models that do not say; alone, its default model.")
+        str | None,
+        typer.Argument(help="ar, dllm or t2i: of models that do not say; alone, its default model."),
     ] = None,
     models: opt.Models = None,
     config: opt.ConfigFile = None,
@@ -109,9 +110,17 @@ class _Messages:
     def loading(self, progress: Any) -> None:
         self._progress.on_progress(progress)
 
-    def started(self, model: ServedModel) -> None:
+    def started(self, model: Served) -> None:
         self._progress.stop()
         took_s = time.monotonic() - self._start_s
+        if not hasattr(model, "info"):
+            infos = model.client.workflows()
+            loras = {lora: None for info in infos.values() for lora in info.loras}
+            self._console.print(
+                f"[bold]{model.name}[/] ({model.family}): workflows {', '.join(infos)}; "
+                f"adapters {', '.join(loras) or 'none'}; started in {took_s:.1f} s"
+            )
+            return
         info = model.info
         each = f" for each of {self._num_workers} workers" if self._num_workers > 1 else ""
         self._console.print(
@@ -119,10 +128,20 @@ class _Messages:
             f"{info.kv_pool_tokens:,} tokens of KV{each}, started in {took_s:.1f} s"
         )
 
-    def ready(self, url: str, models: list[ServedModel]) -> None:
+    def ready(self, url: str, models: list[Served]) -> None:
         name = models[0].name
         key = "..." if self._has_keys else "none"
         header = ' -H "Authorization: Bearer $GENSERVE_API_KEY"' if self._has_keys else ""
+        if not hasattr(models[0], "info"):
+            body = f'{{"model": "{name}", "prompt": "a small red circle on the left, blue background"}}'
+            self._console.print(f"Ready at [bold]{url}[/]; try:")
+            self._console.print(
+                f"  curl {url}/v1/images/generations{header} -H 'Content-Type: application/json' -d '{body}'\n"
+                f'  OpenAI(base_url="{url}/v1", api_key="{key}").images.generate(...)  # of the openai package',
+                markup=False,
+            )
+            self._console.print("Ctrl-C or SIGTERM stops it: requests in flight are finished first.")
+            return
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
         self._console.print(f"Ready at [bold]{url}[/]; try:")
         self._console.print(

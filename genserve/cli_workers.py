@@ -14,7 +14,7 @@ from genserve import cli_options as opt
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="List, add and drain the workers of a running server, or change their roles.",
+    help="List, add, drain and change the workers of a running server.",
     rich_markup_mode=None,
 )
 

@@ -9,15 +9,18 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 from genserve.core.errors import ConfigError
 from genserve.core.server.app import create_app
-from genserve.core.server.gateway import Gateway, ServedModel
+from genserve.core.server.gateway import Gateway, ServedModel, ServedWorkflows
+from genserve.core.server.jobs import JobLimits
 from genserve.core.server.run import EXIT_INTERRUPTED, bind, serve
 from genserve.families import start_configured
 from genserve.server_config import ModelEntry, ServerConfig
+
+Served = ServedModel | ServedWorkflows
 
 
 class ServerEvents(Protocol):
@@ -30,9 +33,9 @@ class ServerEvents(Protocol):
         """A `FetchProgress`, while a built-in model is fetched."""
         ...
 
-    def started(self, model: ServedModel) -> None: ...
+    def started(self, model: Served) -> None: ...
 
-    def ready(self, url: str, models: list[ServedModel]) -> None: ...
+    def ready(self, url: str, models: list[Served]) -> None: ...
 
     def draining(self, num_inflight: int) -> None: ...
 
@@ -40,16 +43,16 @@ class ServerEvents(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def started_models(config: ServerConfig, events: ServerEvents) -> AsyncIterator[list[ServedModel]]:
+async def started_models(config: ServerConfig, events: ServerEvents) -> AsyncIterator[list[Served]]:
     """The config's models, started one after the other; all are freed at the end, also after an error."""
     async with contextlib.AsyncExitStack() as stack:
-        models: list[ServedModel] = []
+        models: list[Served] = []
         await asyncio.to_thread(_check_names, config)
         with _exit_on_signal():
             for entry in config.models:
                 events.starting(entry)
                 model = await _start(entry, events.loading)
-                stack.push_async_callback(model.completer.engine.aclose)
+                stack.push_async_callback(_closer(model))
                 events.started(model)
                 models.append(model)
         yield models
@@ -58,12 +61,13 @@ async def started_models(config: ServerConfig, events: ServerEvents) -> AsyncIte
 def _check_names(config: ServerConfig) -> None:
     """`ConfigError` if two models would have one name, before the first of them is loaded."""
     from genserve.core.models.loading import resolve
+    from genserve.t2i.catalogue import display_name
 
     if len(config.models) < 2:
         return
     sources: dict[str, str] = {}
     for entry in config.models:
-        name = entry.name or resolve(entry.model).name
+        name = display_name(entry) if entry.family == "t2i" else entry.name or resolve(entry.model).name
         if name in sources:
             raise ConfigError(
                 f"models: {sources[name]} and {entry.model} are both called {name!r}; give one another name"
@@ -71,7 +75,13 @@ def _check_names(config: ServerConfig) -> None:
         sources[name] = entry.model
 
 
-async def _start(entry: ModelEntry, on_progress: Callable[[Any], None]) -> ServedModel:
+def _closer(model: Served) -> Callable[[], Awaitable[None]]:
+    if isinstance(model, ServedWorkflows):
+        return model.client.aclose
+    return model.completer.engine.aclose
+
+
+async def _start(entry: ModelEntry, on_progress: Callable[[Any], None]) -> Served:
     return await start_configured(entry.family, entry, on_progress)
 
 
@@ -94,6 +104,8 @@ async def run_server(config: ServerConfig, events: ServerEvents) -> None:
                 gateway,
                 api_keys=[key.get_secret_value() for key in config.api_keys],
                 max_body_bytes=config.max_body,
+                max_image_body_bytes=config.max_image_body,
+                job_limits=JobLimits(config.max_jobs, config.max_job_bytes, config.job_age_s),
                 body_timeout_s=config.body_timeout_s,
             )
             await serve(

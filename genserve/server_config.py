@@ -17,7 +17,8 @@ from genserve.ar.config import ArConfig
 from genserve.core.config import Bytes, Config, apply_override, parse, read_yaml
 from genserve.core.errors import ConfigError
 from genserve.dllm.config import DllmConfig
-from genserve.families import DEFAULT_FAMILY, DEFAULT_MODELS, FAMILIES, family_of
+from genserve.families import DEFAULT_FAMILY, DEFAULT_MODELS, FAMILIES, config_kind, family_of
+from genserve.t2i.catalogue import ImageModelConfig
 
 DEFAULT_MODEL = DEFAULT_MODELS[DEFAULT_FAMILY]
 
@@ -48,6 +49,13 @@ class DllmModel(DllmConfig):
     """Tells models of different families apart; by default the model itself does."""
 
 
+class T2iModel(ImageModelConfig):
+    """A text-to-image model of the server."""
+
+    family: Literal["t2i"] = "t2i"
+    """Tells models of different families apart; by default the model itself does."""
+
+
 def _tag(entry: Any) -> str | None:
     family = entry.get("family") if isinstance(entry, Mapping) else getattr(entry, "family", None)
     if family is None and isinstance(entry, Mapping):
@@ -58,7 +66,7 @@ def _tag(entry: Any) -> str | None:
 
 # A further family is a further class here.
 ModelEntry = Annotated[
-    Annotated[ArModel, Tag("<ar>")] | Annotated[DllmModel, Tag("<dllm>")],
+    Annotated[ArModel, Tag("<ar>")] | Annotated[DllmModel, Tag("<dllm>")] | Annotated[T2iModel, Tag("<t2i>")],
     Discriminator(
         _tag,
         custom_error_type="family",
@@ -80,6 +88,14 @@ class ServerConfig(Config):
     """Accepted bearer tokens; with none, every request is accepted."""
     max_body: Annotated[Bytes, Field(ge=1)] = ByteSize(8 << 20)
     """Bytes of a request body, at most; "8MiB" is read too."""
+    max_image_body: Annotated[Bytes, Field(ge=1)] = ByteSize(32 << 20)
+    """The same of requests that may carry pictures: /v1/images and /v1/workflows."""
+    max_jobs: Positive = 64
+    """Ended jobs whose results are kept, at most; the oldest go first."""
+    max_job_bytes: Annotated[Bytes, Field(ge=1)] = ByteSize(256 << 20)
+    """Bytes of ended jobs' results and previews, at most."""
+    job_age_s: Seconds = 3600.0
+    """Seconds for which ended jobs are kept."""
     body_timeout_s: Seconds = 30.0
     """How long a request's body may stand still before the answer is 408."""
     write_timeout_s: Seconds = 60.0
@@ -132,12 +148,23 @@ def server_config(
     data.setdefault("models", [{"model": DEFAULT_MODEL}])
     options = {key: value for key, value in (model_options or {}).items() if value is not None}
     if options and isinstance(data["models"], list):
-        data["models"] = [
-            {**entry, **options} if isinstance(entry, dict) else entry for entry in data["models"]
-        ]
+        data["models"] = _with_options(data["models"], options)
     for override in overrides:
         apply_override(data, override)
     return parse(ServerConfig, data, str(path) if path is not None else "configuration")
+
+
+def _with_options(entries: list[Any], options: Mapping[str, Any]) -> list[Any]:
+    """Options set on every model. Beside language models, image models are spared those that they don't have."""
+    makes_images = [_tag(entry) == "<t2i>" for entry in entries]
+    known = config_kind("t2i").model_fields
+    spared = {key: value for key, value in options.items() if key in known}
+    return [
+        {**entry, **(spared if is_image and not all(makes_images) else options)}
+        if isinstance(entry, dict)
+        else entry
+        for entry, is_image in zip(entries, makes_images, strict=True)
+    ]
 
 
 def model_entry(text: str) -> dict[str, Any]:

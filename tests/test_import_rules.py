@@ -15,7 +15,7 @@ FRONT_ENDS = ("dllm", "t2i", "ar")
 
 # Layers of the core, bottom up: a module imports only its own layer and those before it.
 LAYERS = [
-    ("errors", "types", "config", "control"),
+    ("errors", "types", "config", "control", "workflows"),
     (
         "cluster",
         "cost",

@@ -28,7 +28,7 @@ def test_a_path_with_a_colon_is_a_path(tmp_path):
     assert model_entry(str(folder)) == {"model": str(folder)}
 
 
-@pytest.mark.parametrize("text", ["", "ar:", "name=", "t2i:flux", "name=ray:x"])
+@pytest.mark.parametrize("text", ["", "ar:", "name=", "video:wan", "name=ray:x"])
 def test_bad_model_arguments(text):
     with pytest.raises(ConfigError, match="--model"):
         model_entry(text)
@@ -62,8 +62,18 @@ def test_a_model_tells_its_family(tmp_path):
     assert [model.family for model in config.models] == ["dllm", "ar", "ar", "dllm", "ar", "ar"]
     assert server_config(family="dllm", models=["a", "ar:b"]).models[0].family == "dllm"
     assert [m.model for m in server_config(family="dllm").models] == ["tiny-llada"]
-    with pytest.raises(ConfigError, match="no family 't2i'; there is: ar, dllm"):
-        server_config(family="t2i")
+    assert [m.model for m in server_config(family="t2i").models] == ["tiny-sd3"]
+    (tmp_path / "model_index.json").write_text("{}")
+    assert server_config(models=[str(tmp_path)]).models[0].family == "t2i"
+    with pytest.raises(ConfigError, match="no family 'video'; there is: ar, dllm, t2i"):
+        server_config(family="video")
+
+
+def test_options_for_every_model_spare_image_models_what_they_lack():
+    config = server_config(models=["t2i:a", "b"], model_options={"kv_pool": "1GiB", "executor": "ray"})
+    assert [model.executor for model in config.models] == ["ray", "ray"]
+    with pytest.raises(ConfigError, match=r"models\.0\.kv_pool: unknown key"):
+        server_config(models=["t2i:a"], model_options={"kv_pool": "1GiB"})
 
 
 def test_the_embedded_model_is_the_default_and_keys_are_hidden():
@@ -79,7 +89,7 @@ def test_the_embedded_model_is_the_default_and_keys_are_hidden():
         ("models: [{model: a, kvpool: 1}]", "models.0.kvpool: unknown key"),
         ("models: [{model: a, kv_pool: lots}]", "models.0.kv_pool"),
         ("models: [{model: a, max_running: 0}]", "models.0.max_running"),
-        ("models: [{model: a, family: t2i}]", "models.0: no such family; there is: ar, dllm"),
+        ("models: [{model: a, family: video}]", "models.0: no such family; there is: ar, dllm, t2i"),
         ("models: [{model: a, family: dllm, threshold: 2}]", "models.0.threshold"),
         ("models: [a]", "models.0: no such family"),
         ("models: [{model: a}, {model: a}]", "two models are called a"),

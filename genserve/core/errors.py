@@ -56,6 +56,14 @@ class UnknownWorker(InvalidRequest):
     """No worker of that name serves the model."""
 
 
+class UnknownWorkflow(InvalidRequest):
+    """No workflow of that name is served."""
+
+
+class UnknownJob(InvalidRequest):
+    """No job of that id, or it ended so long ago that nothing of it is kept."""
+
+
 class ModelNotFound(GenserveError):
     """No model of that name is served (or can be fetched)."""
 

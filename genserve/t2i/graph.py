@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from genserve.t2i.ports import InputPort, OutputPort, PortType
+from genserve.core.workflows import PortType, WorkflowInput
+from genserve.t2i.ports import InputPort, OutputPort
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +163,6 @@ class Loop:
     body: tuple[Node | Loop, ...]
     where: str = ""
     first: Edge = Const(0)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkflowInput:
-    name: str
-    type: PortType
-    default: Any
-    """REQUIRED (of `ports`), or the value of requests that give none."""
-    description: str = ""
-    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)

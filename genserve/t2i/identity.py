@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from genserve.core.errors import ConfigError, ModelNotFound
-from genserve.core.models.registry import cache_dir
+from genserve.core.models.registry import BUILTIN_MODELS, cache_dir, located
 from genserve.t2i.graph import Graph, Loop, ModelSpec, Node
 from genserve.t2i.model import Model, model_class
 
@@ -75,7 +75,11 @@ def identify(spec: ModelSpec) -> ModelSpec:
 
 def _files(model_path: str, parts: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
     """(name, path) of the files of these parts, folders or files in `model_path`; "" is its own files."""
-    folder = Path(model_path).expanduser()
+    folder = Path(located(model_path)).expanduser()
+    if model_path in BUILTIN_MODELS:
+        from genserve.core.models.fetch import fetch
+
+        folder = fetch(model_path)
     if folder.is_file():
         yield "", folder
         return

@@ -8,37 +8,9 @@ is the same wherever it occurs in one node ("batch"), and a number is exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Kind = Literal["tensor", "tensors", "image", "text", "int", "float", "bool", "json", "list"]
-
-Size = int | str
-
-
-@dataclass(frozen=True, slots=True)
-class PortType:
-    """What may travel through a port.
-
-    tensor   one tensor; `dtype` (a torch dtype's name) and `shape` are None where anything goes.
-    tensors  a sequence of tensors of unlike shapes, `length` long (None: unknown), such as a ControlNet's residuals.
-    image    uint8, height x width x 3, in a store; PIL images at the edges.
-    text, int, float, bool, json   small values, which travel inside messages. `json` is anything JSON can say.
-    list     of `item`s.
-    """
-
-    kind: Kind
-    dtype: str | None = None
-    shape: tuple[Size, ...] | None = None
-    length: int | None = None
-    item: PortType | None = None
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether values are small data inside messages, rather than tensors in a store."""
-        if self.kind == "list":
-            assert self.item is not None
-            return self.item.is_inline
-        return self.kind in ("text", "int", "float", "bool", "json")
+from genserve.core.workflows import REQUIRED, PortType, Size
 
 
 def tensor(dtype: str | None = None, shape: tuple[Size, ...] | None = None) -> PortType:
@@ -91,11 +63,6 @@ def port_type(declared: Any) -> PortType:
     return found
 
 
-class _Required:
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-
 class _FromLoop:
     """Default of ports that the enclosing loop fills: its index, or its number of iterations."""
 
@@ -106,7 +73,6 @@ class _FromLoop:
         return self._name
 
 
-REQUIRED = _Required()
 LOOP_INDEX = _FromLoop("LOOP_INDEX")
 LOOP_COUNT = _FromLoop("LOOP_COUNT")
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from genserve.core import workflows
 from genserve.core.errors import CompileError
 from genserve.t2i import graph as graph_module
 from genserve.t2i import ports
@@ -58,7 +59,7 @@ def graph_from_json(text: str) -> Graph:
 
 
 def _hints(cls: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(cls, {**vars(graph_module), **vars(ports)})
+    return typing.get_type_hints(cls, {**vars(workflows), **vars(graph_module), **vars(ports)})
 
 
 def _members(type_: Any) -> tuple[Any, ...] | None:

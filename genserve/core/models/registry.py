@@ -95,8 +95,26 @@ PACKAGED_MODELS: dict[str, PackagedModel] = {
             source="part of genserve, made by examples/train_tiny_dllm.py",
             licence="Apache-2.0",
         ),
+        PackagedModel(
+            name="tiny-sd3",
+            family="t2i",
+            description="a toy Stable Diffusion 3: coloured shapes, 64 x 64, with a ControlNet and an adapter",
+            source="part of genserve, made by examples/train_tiny_t2i.py",
+            licence="Apache-2.0",
+        ),
     )
 }
+
+
+# Parts of packaged models, which are no models themselves.
+PACKAGED_PARTS = ("tiny-sd3-controlnet", "tiny-sd3-lora-outline")
+
+
+def located(path: str) -> str:
+    """Where a packaged model, or a part of one, is; any other path or hub id as it is."""
+    if path in PACKAGED_MODELS or path in PACKAGED_PARTS:
+        return str(Path(__file__).parents[2] / "builtin" / path)
+    return path
 
 
 def builtin_names() -> list[str]:
@@ -144,7 +162,7 @@ def list_models() -> list[ListedModel]:
             source=model.source,
             licence=model.licence,
             download_bytes=0,
-            disk_bytes=sum(path.stat().st_size for path in model.folder.glob("*")),
+            disk_bytes=sum(path.stat().st_size for path in model.folder.rglob("*") if path.is_file()),
             cached=True,
             folder=str(model.folder),
             packaged=True,

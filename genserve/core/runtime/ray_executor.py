@@ -12,8 +12,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 # How long closing waits for the work at hand before the actor is killed.
 _CLOSE_S = 10.0
+_RESTART_DELAYS_S = (0.0, 1.0, 5.0)  # before each try to start a new actor
 
 
-@ray.remote(num_cpus=0, concurrency_groups={"closing": 1, "watching": 1})  # type: ignore[call-overload]
+@ray.remote(num_cpus=0, concurrency_groups={"closing": 1, "watching": 1, "control": 1})  # type: ignore[call-overload]
 class WorkerActor(ActorProcess):
     """Holds one worker, built in the actor's own process."""
 
@@ -58,6 +60,14 @@ class WorkerActor(ActorProcess):
         finally:
             self._since_s = None
 
+    @ray.method(concurrency_group="control")
+    def perform_aside(self, op: str, args: Any) -> Any:
+        """A run of the control lane: beside the current one, one at a time."""
+        if self._closing:
+            return None
+        assert self._worker is not None
+        return self._worker.perform(op, args)
+
     @ray.method(concurrency_group="watching")
     def watch(self, limits: HealthLimits) -> ExecutorLost | None:
         """Parks; then what is wrong with the current run, if anything."""
@@ -71,17 +81,29 @@ class WorkerActor(ActorProcess):
         self._closing = True
 
 
-class RayExecutor:
-    """One lane on one actor, which performs its calls one at a time, in order."""
+_Pending = asyncio.Queue[tuple[Run, Any, Report] | None]
 
-    def __init__(self, actor: WatchedActor) -> None:
+
+class RayExecutor:
+    """One lane on one actor, which performs its calls one at a time, in order.
+
+    Runs of `control_lane`, if there is one, are performed beside those, one at a time too.
+    """
+
+    def __init__(self, actor: WatchedActor, control_lane: str | None = None) -> None:
         self._actor = actor
         self._closed = False
-        self._pending: asyncio.Queue[tuple[Run, Any, Report] | None] = asyncio.Queue()
+        self._control_lane = control_lane
+        self._pending: tuple[_Pending, _Pending] = asyncio.Queue(), asyncio.Queue()
         aio = asyncio.get_running_loop()
-        self._lost: asyncio.Future[str] = aio.create_future()
+        self.lost: asyncio.Future[str] = aio.create_future()
         self._watcher = aio.create_task(self._watch())
-        self._reporter = aio.create_task(self._report_in_order())
+        self._reporters = [aio.create_task(self._report_in_order(pending)) for pending in self._pending]
+
+    @property
+    def pid(self) -> int | None:
+        """The actor's process."""
+        return self._actor.pid
 
     @classmethod
     async def start(
@@ -90,16 +112,19 @@ class RayExecutor:
         *args: Any,
         options: dict[str, Any] | None = None,
         limits: HealthLimits | None = None,
+        control_lane: str | None = None,
     ) -> RayExecutor:
         """Start an actor whose worker is `build(*args)`, and wait until it is built."""
         ensure_ray()
-        return cls(
-            await WatchedActor.start(WorkerActor, (build, args), options or {}, limits or HealthLimits())
-        )
+        actor = await WatchedActor.start(WorkerActor, (build, args), options or {}, limits or HealthLimits())
+        return cls(actor, control_lane)
 
     def submit(self, run: Run, report: Report) -> None:
-        if not self._closed:
-            self._pending.put_nowait((run, self._actor.handle.perform.remote(run.op, run.args), report))
+        if self._closed:
+            return
+        handle, aside = self._actor.handle, run.lane == self._control_lane
+        method = handle.perform_aside if aside else handle.perform
+        self._pending[aside].put_nowait((run, method.remote(run.op, run.args), report))
 
     async def _watch(self) -> None:
         """Until the actor is lost, also by a run that does not end: then every run fails."""
@@ -117,22 +142,22 @@ class RayExecutor:
             lost = f"{type(error).__name__}: {error}"
             self._actor.kill()
         logger.error("a worker is lost: %s", lost)
-        self._lost.set_result(lost)
+        self.lost.set_result(lost)
 
-    async def _report_in_order(self) -> None:
+    async def _report_in_order(self, pending: _Pending) -> None:
         # Results may become known out of order (an exception travels slower than a value).
-        while (item := await self._pending.get()) is not None:
+        while (item := await pending.get()) is not None:
             run, result, report = item
             report(await self._ended(run, result))
 
     async def _ended(self, run: Run, result: Any) -> Done | Failed:
         ending = asyncio.ensure_future(_outcome(run, result))
-        either: set[asyncio.Future[Any]] = {ending, self._lost}
+        either: set[asyncio.Future[Any]] = {ending, self.lost}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if ending.done():
             return ending.result()
         ending.cancel()
-        return Failed(run.lane, run.run_id, f"executor lost: {self._lost.result()}", lost=True)
+        return Failed(run.lane, run.run_id, f"executor lost: {self.lost.result()}", lost=True)
 
     async def aclose(self, timeout_s: float = _CLOSE_S) -> None:
         """Let the current run end, for `timeout_s` at most, drop the rest, and kill the actor."""
@@ -140,11 +165,12 @@ class RayExecutor:
             return
         self._closed = True
         self._watcher.cancel()
-        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._dropped()), self._reporter]
-        while not self._pending.empty():
-            run, result, _ = self._pending.get_nowait()  # type: ignore[misc]
-            waiting.append(asyncio.ensure_future(self._ended(run, result)))
-        self._pending.put_nowait(None)
+        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._dropped()), *self._reporters]
+        for pending in self._pending:
+            while not pending.empty():
+                run, result, _ = pending.get_nowait()  # type: ignore[misc]
+                waiting.append(asyncio.ensure_future(self._ended(run, result)))
+            pending.put_nowait(None)
         _, late = await asyncio.wait(waiting, timeout=timeout_s)
         if late:
             logger.warning("a run did not end within %g s; its actor is killed", timeout_s)
@@ -152,9 +178,102 @@ class RayExecutor:
                 task.cancel()
         self._actor.kill()
 
+    async def bury(self) -> None:
+        """Once the actor is lost: wait until every run was reported."""
+        self._closed = True
+        self._actor.kill()
+        for pending in self._pending:
+            pending.put_nowait(None)
+        await asyncio.gather(*self._reporters)
+        await self._actor.gone()
+
     async def _dropped(self) -> None:
         with contextlib.suppress(RayActorError):
             await self._actor.handle.drop_rest.remote()
+
+
+class LastingExecutor:
+    """A `RayExecutor` that a new one follows when its actor is lost.
+
+    Every run of a lost actor has failed (`lost`) before `on_lost` is called; `on_back` says that a new one is up, and
+    empty; `on_gone` that none could be started. Meanwhile runs fail at once. `swept` removes what the dead process
+    may have left behind; it runs in a thread.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[RayExecutor]],
+        executor: RayExecutor,
+        on_lost: Callable[[str], None],
+        on_back: Callable[[], None],
+        on_gone: Callable[[], None],
+        swept: Callable[[], Any] | None,
+    ) -> None:
+        self._start, self._executor = start, executor
+        self._on_lost, self._on_back, self._on_gone, self._swept = on_lost, on_back, on_gone, swept
+        self._up = True
+        self._closed = False
+        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    @classmethod
+    async def start(
+        cls,
+        build: Callable[..., Worker],
+        *args: Any,
+        on_lost: Callable[[str], None],
+        on_back: Callable[[], None],
+        on_gone: Callable[[], None],
+        swept: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> LastingExecutor:
+        """`build`, `args` and `options` as for `RayExecutor.start`."""
+        start = partial(RayExecutor.start, build, *args, **options)
+        return cls(start, await start(), on_lost, on_back, on_gone, swept)
+
+    @property
+    def pid(self) -> int | None:
+        """The present actor's process; None while there is none."""
+        return self._executor.pid if self._up else None
+
+    def submit(self, run: Run, report: Report) -> None:
+        if self._up:
+            self._executor.submit(run, report)
+        else:
+            failed = Failed(run.lane, run.run_id, "executor lost: it has not been replaced yet", lost=True)
+            asyncio.get_running_loop().call_soon(report, failed)
+
+    async def _keep(self) -> None:
+        while True:
+            reason = await asyncio.shield(self._executor.lost)
+            self._up = False
+            await self._executor.bury()
+            self._on_lost(reason)
+            if self._swept is not None:
+                await asyncio.to_thread(self._swept)
+            if not await self._restarted():
+                self._on_gone()
+                return
+            self._up = True
+            self._on_back()
+
+    async def _restarted(self) -> bool:
+        for delay_s in _RESTART_DELAYS_S:
+            await asyncio.sleep(delay_s)
+            try:
+                self._executor = await self._start()
+            except Exception as error:
+                logger.error("a worker could not be started again: %s", error)
+            else:
+                return True
+        return False
+
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._executor.aclose()
 
 
 async def _outcome(run: Run, result: Any) -> Done | Failed:

@@ -25,13 +25,17 @@ from genserve.core.server import sse
 from genserve.core.server.auth import ApiKeyAuth
 from genserve.core.server.body_limit import Admission, BodyLimit
 from genserve.core.server.engine_metrics import EngineMetrics
-from genserve.core.server.gateway import Gateway, Lease, ServedModel
+from genserve.core.server.gateway import Gateway, Lease, ServedModel, ServedWorkflows
 from genserve.core.server.http_errors import error_body, error_headers, error_object, http_form
 from genserve.core.server.http_metrics import CountRequests, HttpMetrics
+from genserve.core.server.images import add_image_routes
+from genserve.core.server.jobs import JobLimits, Jobs
 from genserve.core.server.outbox import Outbox
 from genserve.core.server.protocol import ChatRequest, CompletionsRequest, parse
 from genserve.core.server.responses import ChatFormat, CompletionsFormat, ResponseFormat, dumps
 from genserve.core.server.workers import add_worker_routes
+from genserve.core.server.workflow_routes import add_workflow_routes
+from genserve.core.server.workflow_schema import WorkflowBodies
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -41,6 +45,7 @@ _Body = TypeVar("_Body", ChatRequest, CompletionsRequest)
 _Result = TypeVar("_Result")
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+DEFAULT_MAX_IMAGE_BODY_BYTES = 32 << 20
 DEFAULT_BODY_TIMEOUT_S = 30.0
 _INLINE_TOKENIZE_CHARS = (
     8_192  # of a whole request; more is tokenized in a thread: it would stall every stream
@@ -54,6 +59,8 @@ def create_app(
     *,
     api_keys: Sequence[str] = (),
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    max_image_body_bytes: int = DEFAULT_MAX_IMAGE_BODY_BYTES,
+    job_limits: JobLimits | None = None,
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
     registry: CollectorRegistry | None = None,
 ) -> FastAPI:
@@ -63,11 +70,17 @@ def create_app(
         [model.completer.engine for model in gateway.models],
         metrics.registry,
         {model.name: model.recorder for model in gateway.models if model.recorder is not None},
+        {model.name: model.client for model in gateway.image_models},
     )
     app = FastAPI(title="genserve", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.state.metrics = metrics
-    app.add_middleware(BodyLimit, max_body_bytes=max_body_bytes, timeout_s=body_timeout_s)
+    app.add_middleware(
+        BodyLimit,
+        max_body_bytes=max_body_bytes,
+        max_image_body_bytes=max_image_body_bytes,
+        timeout_s=body_timeout_s,
+    )
     app.add_middleware(Admission, gateway=gateway)
     app.add_middleware(ApiKeyAuth, api_keys=tuple(api_keys))
     app.add_middleware(CountRequests, metrics=metrics)
@@ -109,13 +122,18 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [_model_object(m) for m in gateway.models]})
+        served: list[ServedModel | ServedWorkflows] = [*gateway.models, *gateway.image_models]
+        return JSONResponse({"object": "list", "data": [_model_object(model) for model in served]})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
-        return JSONResponse(_model_object(gateway.model(name)))
+        images = {model.name: model for model in gateway.image_models}
+        return JSONResponse(_model_object(images.get(name) or gateway.model(name)))
 
     add_worker_routes(app, gateway)
+    bodies = WorkflowBodies()
+    add_image_routes(app, gateway, metrics, bodies, max_image_body_bytes)
+    add_workflow_routes(app, gateway, metrics, bodies, Jobs(job_limits, on_result=metrics.observe_images))
 
     @app.get("/health")
     async def health() -> Response:
@@ -177,7 +195,7 @@ class CompletionResponse(Response):
         try:
             requests = await self._requests()
             async with self._completion(requests) as completion:
-                self._lease.completion = completion
+                self._lease.work = completion
                 try:
                     await (self._stream if self._body.stream else self._whole)(send, completion)
                 finally:
@@ -299,7 +317,16 @@ async def _off_loop(num_chars: int, function: Callable[[Any], _Result], argument
     return await asyncio.to_thread(function, argument)
 
 
-def _model_object(model: ServedModel) -> dict[str, Any]:
+def _model_object(model: ServedModel | ServedWorkflows) -> dict[str, Any]:
+    if isinstance(model, ServedWorkflows):
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "genserve",
+            "family": model.family,
+            "workflows": list(model.client.workflows()),
+        }
     return {
         "id": model.name,
         "object": "model",

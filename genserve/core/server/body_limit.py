@@ -14,6 +14,7 @@ from genserve.core.server.http_errors import send_error
 
 # A body that keeps coming may take so many times the timeout of one that stopped.
 _WHOLE_BODY_TIMEOUTS = 10
+_PICTURE_PATHS = ("/v1/images/", "/v1/workflows/")
 
 
 class Admission:
@@ -40,21 +41,25 @@ class Admission:
 class BodyLimit:
     """Refuses bodies over `max_body_bytes` with `PayloadTooLarge`, chunked ones as soon as they pass it.
 
-    One of which nothing arrives for `timeout_s` is a `RequestTimeout`.
+    Paths that take pictures have a limit of their own. A body of which nothing arrives for `timeout_s` is a
+    `RequestTimeout`.
     """
 
-    def __init__(self, app: Any, max_body_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: Any, max_body_bytes: int, max_image_body_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._max_image_body_bytes = max_image_body_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = PayloadTooLarge(f"the request body is over the limit of {self._max_body_bytes} bytes")
+        takes_pictures = scope["path"].startswith(_PICTURE_PATHS)
+        limit = self._max_image_body_bytes if takes_pictures else self._max_body_bytes
+        error = PayloadTooLarge(f"the request body is over the limit of {limit} bytes")
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value[:20]) > self._max_body_bytes:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
                 await send_error(send, error)
                 return
         received = 0
@@ -75,7 +80,7 @@ class BodyLimit:
                 ) from None
             more = message.get("more_body", False)
             received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
+            if received > limit:
                 raise error
             return message
 

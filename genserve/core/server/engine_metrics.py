@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from genserve.core.errors import GenserveError
 from genserve.core.metrics.recorder import Histogram, Recorder
 from genserve.core.runtime.client import COUNTERS, LEVELS, EngineClient
+from genserve.core.workflows import WorkflowClient
 
 _log = logging.getLogger("genserve.server")
 _TIMEOUT_S = 2.0
@@ -31,7 +32,7 @@ _TIMEOUT_S = 2.0
 class EngineMetrics(Collector):
     """Collects the figures of `engines` into `registry`; an engine that gives none has `up` 0.
 
-    `recorders` are of some of the models, by name.
+    `recorders` are of some of the models, by name. `workflows` are clients of models that make images.
     """
 
     def __init__(
@@ -39,24 +40,33 @@ class EngineMetrics(Collector):
         engines: Sequence[EngineClient],
         registry: CollectorRegistry,
         recorders: Mapping[str, Recorder] | None = None,
+        workflows: Mapping[str, WorkflowClient] | None = None,
     ) -> None:
         self._engines = engines
         self._recorders = dict(recorders or {})
+        self._workflows = dict(workflows or {})
         self._stats: dict[str, dict[str, float]] = {}
         registry.register(self)
 
     async def refresh(self) -> None:
         """Ask every engine, for two seconds at most."""
-        found = await asyncio.gather(*(self._ask(engine) for engine in self._engines))
-        self._stats = {engine.info.model: stats for engine, stats in zip(self._engines, found, strict=True)}
+        asked = {engine.info.model: self._ask_engine(engine) for engine in self._engines}
+        asked |= {name: self._ask(name, client) for name, client in self._workflows.items()}
+        found = await asyncio.gather(*asked.values())
+        self._stats = dict(zip(asked, found, strict=True))
 
-    async def _ask(self, engine: EngineClient) -> dict[str, float]:
+    async def _ask_engine(self, engine: EngineClient) -> dict[str, float]:
+        if engine.failure is not None:
+            _log.warning("no figures of engine %s: %s", engine.info.model, engine.failure)
+            return {"up": 0.0}
+        return await self._ask(engine.info.model, engine)
+
+    async def _ask(self, name: str, client: EngineClient | WorkflowClient) -> dict[str, float]:
         stats: dict[str, float] = {}
         try:
-            if engine.failure is None:
-                stats = await asyncio.wait_for(engine.stats(), _TIMEOUT_S)
+            stats = await asyncio.wait_for(client.stats(), _TIMEOUT_S)
         except (GenserveError, TimeoutError) as error:
-            _log.warning("no figures of engine %s: %s", engine.info.model, error or type(error).__name__)
+            _log.warning("no figures of %s: %s", name, error or type(error).__name__)
         return {**stats, "up": float(bool(stats))}
 
     def collect(self) -> Iterator[Metric]:

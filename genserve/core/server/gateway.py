@@ -1,7 +1,8 @@
 """What is served, and what is in flight.
 
-Owns the served models by name, the count of requests and sequences in flight, the limits on them,
-and the drain at shutdown. Knows nothing of HTTP or of what a model family is.
+Owns the served models by name, the count of requests, sequences and images in flight, the limits on them,
+and the drain at shutdown. Knows nothing of HTTP or of what a model family is, but that one makes text and
+another runs workflows.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from genserve.core.errors import ConfigError, Draining, InvalidRequest, ModelNotFound, Overloaded
+from genserve.core.errors import (
+    ConfigError,
+    Draining,
+    GenserveError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    UnknownWorkflow,
+)
 from genserve.core.metrics.recorder import Recorder
-from genserve.core.runtime.completion import Completer, Completion
+from genserve.core.runtime.completion import Completer
 from genserve.core.text.tokenizer import Tokenizer
 from genserve.core.types import EngineInfo
+from genserve.core.workflows import WorkflowClient, WorkflowInfo
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -42,19 +52,47 @@ class ServedModel:
     membership: Membership | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ServedWorkflows:
+    """One model that makes images, as the server shows it: workflows behind one client.
+
+    At most `max_queued_images` of its images are in flight.
+    """
+
+    name: str
+    created: int
+    client: WorkflowClient
+    family: str = "t2i"
+    max_queued_images: int = 64
+
+
+class Abortable(Protocol):
+    """Work in flight, which a shutdown ends."""
+
+    def abort(self, error: GenserveError) -> None: ...
+
+
 class Lease:
     """A request's place in the server, from before its body is read; a context manager that gives it back.
 
-    The sequences it takes later can be given back earlier: once the engine is done with them.
+    The sequences (or images) it takes later can be given back earlier: once the engine is done with them.
+    `work` is what is running for it.
     """
 
-    __slots__ = ("_gateway", "_model", "_num_sequences", "completion")
+    __slots__ = ("_gateway", "_model", "_num_sequences", "work")
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._model = ""
         self._num_sequences = 0
-        self.completion: Completion | None = None
+        self.work: Abortable | None = None
+
+    def outlive(self) -> Lease:
+        """A place for work that goes on after the answer: what this one holds is the new one's."""
+        heir = self._gateway._inherit()
+        heir._model, heir._num_sequences = self._model, self._num_sequences
+        self._num_sequences = 0
+        return heir
 
     def take_sequences(self, name: str, num_sequences: int) -> None:
         """Places for the sequences of this request, or the error that says why not."""
@@ -85,20 +123,26 @@ class Gateway:
 
     def __init__(
         self,
-        models: Sequence[ServedModel],
+        models: Sequence[ServedModel | ServedWorkflows],
         *,
         max_inflight_requests: int = 1024,
         max_inflight_sequences: int | None = None,
     ) -> None:
-        self._models = {model.name: model for model in models}
-        if len(self._models) != len(models):
+        self._models = {model.name: model for model in models if isinstance(model, ServedModel)}
+        self._image_models = {model.name: model for model in models if isinstance(model, ServedWorkflows)}
+        if len(self._models.keys() | self._image_models.keys()) != len(models):
             raise ConfigError("two served models have the same name")
+        self._workflows: dict[str, ServedWorkflows] = {}
+        for served in self._image_models.values():
+            for name in served.client.workflows():
+                other = self._workflows.setdefault(name, served)
+                if other is not served:
+                    raise ConfigError(f"{other.name} and {served.name} both have a workflow {name!r}")
         self._max_requests = max_inflight_requests
-        self._max_sequences = {
-            name: max_inflight_sequences or model.info.max_queued_requests
-            for name, model in self._models.items()
-        }
-        self._num_sequences = dict.fromkeys(self._models, 0)
+        limits = {name: model.info.max_queued_requests for name, model in self._models.items()}
+        limits |= {name: model.max_queued_images for name, model in self._image_models.items()}
+        self._max_sequences = {name: max_inflight_sequences or limit for name, limit in limits.items()}
+        self._num_sequences = dict.fromkeys(limits, 0)
         self._leases: set[Lease] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -107,6 +151,10 @@ class Gateway:
     @property
     def models(self) -> list[ServedModel]:
         return list(self._models.values())
+
+    @property
+    def image_models(self) -> list[ServedWorkflows]:
+        return list(self._image_models.values())
 
     @property
     def is_draining(self) -> bool:
@@ -124,13 +172,55 @@ class Gateway:
         return self._num_sequences[name]
 
     def model(self, name: str) -> ServedModel:
-        """The served model of that name, or `ModelNotFound`."""
+        """The served language model of that name, or `ModelNotFound`; `InvalidRequest` if it makes images."""
         found = self._models.get(name)
-        if found is None:
-            raise ModelNotFound(
-                f"no model {name[:100]!r} is served here (there is: {', '.join(self._models)})"
+        if found is not None:
+            return found
+        if name in self._image_models:
+            raise InvalidRequest(
+                "model", f"{name!r} makes images: POST /v1/images/generations, /v1/workflows"
             )
-        return found
+        raise self._not_found(name)
+
+    def image_model(self, name: str | None) -> ServedWorkflows:
+        """The served model that makes images of that name, or with a workflow of that name, or the only one.
+
+        Errors like those of `model`.
+        """
+        if name is None:
+            if len(self._image_models) == 1:
+                return next(iter(self._image_models.values()))
+            if self._image_models:
+                raise InvalidRequest("model", f"name one of the models: {', '.join(self._image_models)}")
+            raise ModelNotFound("no model that makes images is served here")
+        found = self._image_models.get(name) or self._workflows.get(name)
+        if found is not None:
+            return found
+        if name in self._models:
+            raise InvalidRequest("model", f"{name!r} is a language model: POST /v1/chat/completions")
+        raise self._not_found(name)
+
+    def workflows(self) -> list[tuple[ServedWorkflows, WorkflowInfo]]:
+        """Every served workflow, with the model that it belongs to."""
+        return [
+            (served, info)
+            for served in self._image_models.values()
+            for info in served.client.workflows().values()
+        ]
+
+    def workflow(self, name: str) -> tuple[ServedWorkflows, WorkflowInfo]:
+        """The workflow of that name, or `UnknownWorkflow`."""
+        served = self._workflows.get(name)
+        if served is None:
+            there = ", ".join(self._workflows) or "none"
+            raise UnknownWorkflow(
+                "workflow", f"no workflow {name[:100]!r} is served here (there is: {there})"
+            )
+        return served, served.client.workflows()[name]
+
+    def _not_found(self, name: str) -> ModelNotFound:
+        there = ", ".join([*self._models, *self._image_models])
+        return ModelNotFound(f"no model {name[:100]!r} is served here (there is: {there})")
 
     def enter(self) -> Lease:
         """A place for one more request; the caller gives it back by leaving the lease's context."""
@@ -138,6 +228,9 @@ class Gateway:
             raise Draining("the server is shutting down")
         if len(self._leases) >= self._max_requests:
             raise Overloaded(f"{len(self._leases)} requests are in flight, the server's limit")
+        return self._inherit()
+
+    def _inherit(self) -> Lease:
         lease = Lease(self)
         self._leases.add(lease)
         self._idle.clear()
@@ -146,13 +239,14 @@ class Gateway:
     def _take(self, name: str, num_sequences: int) -> None:
         if self._draining:
             raise Draining("the server is shutting down")
-        limit = self._max_sequences[self.model(name).name]
+        limit = self._max_sequences[name]
+        what = "images" if name in self._image_models else "sequences"
         if num_sequences > limit:
             raise InvalidRequest(
-                "n", f"{num_sequences} sequences in one request are more than the server's limit of {limit}"
+                "n", f"{num_sequences} {what} in one request are more than the server's limit of {limit}"
             )
         if self._num_sequences[name] + num_sequences > limit:
-            raise Overloaded(f"the queue of model {name!r} is full ({limit} sequences)")
+            raise Overloaded(f"the queue of model {name!r} is full ({limit} {what})")
         self._num_sequences[name] += num_sequences
 
     def _give_back(self, name: str, num_sequences: int) -> None:
@@ -183,5 +277,5 @@ class Gateway:
     def abort_all(self) -> None:
         """End every request in flight with `Draining`."""
         for lease in self._leases:
-            if lease.completion is not None:
-                lease.completion.abort(Draining("the server shut down before the request finished"))
+            if lease.work is not None:
+                lease.work.abort(Draining("the server shut down before the request finished"))

@@ -26,6 +26,8 @@ _TABLE: dict[type[errors.GenserveError], HttpForm] = {
     errors.UnsupportedField: HttpForm(400, "invalid_request_error", "unsupported_parameter"),
     errors.ContextLengthExceeded: HttpForm(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnknownWorker: HttpForm(404, "invalid_request_error", "worker_not_found"),
+    errors.UnknownWorkflow: HttpForm(404, "invalid_request_error", "workflow_not_found"),
+    errors.UnknownJob: HttpForm(404, "invalid_request_error", "job_not_found"),
     errors.InvalidRequest: HttpForm(400, "invalid_request_error", "invalid_value"),
     errors.ModelNotFound: HttpForm(404, "invalid_request_error", "model_not_found"),
     errors.Unauthorized: HttpForm(401, "authentication_error", "invalid_api_key"),

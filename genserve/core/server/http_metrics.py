@@ -30,6 +30,7 @@ class HttpMetrics:
         self.stream_errors = counter("stream_errors", "Streams ended by an error.", "model", "code")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.", "model")
         self.generation_tokens = counter("generation_tokens", "Output tokens, aborted ones too.", "model")
+        self.images = counter("images", "Images made.", "model")
         self.inflight = Gauge(
             "genserve_http_inflight_requests", "Requests in flight.", ["model"], registry=self.registry
         )
@@ -59,6 +60,10 @@ class HttpMetrics:
         tokens_after_first = output_tokens / num_sequences - 1
         if tokens_after_first > 0:
             self.tpot_s.labels(model).observe((end_s - first_s) / tokens_after_first)
+
+    def observe_images(self, model: str, num_images: int) -> None:
+        """Record a request that made images."""
+        self.images.labels(model).inc(num_images)
 
     def exposition(self) -> bytes:
         """All of the registry in Prometheus' text format."""

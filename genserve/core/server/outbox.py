@@ -17,11 +17,12 @@ class Outbox:
     """Sends over ASGI's `send`, at once while the client reads; else later, in order.
 
     Without a connection that can tell whether the client reads (`HttpConnection`), `write` waits as
-    `send` does. A client that falls `MAX_HELD_BYTES` behind is dropped.
+    `send` does. A client that falls `max_held_bytes` behind is dropped.
     """
 
-    def __init__(self, scope: Any, send: Any) -> None:
+    def __init__(self, scope: Any, send: Any, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._send = send
+        self._max_held_bytes = max_held_bytes
         self._connection = scope.get("extensions", {}).get("genserve.connection")
         self._held: list[bytes] = []
         self._num_held_bytes = 0
@@ -34,7 +35,7 @@ class Outbox:
             return
         self._held.append(data)
         self._num_held_bytes += len(data)
-        if self._num_held_bytes > MAX_HELD_BYTES:
+        if self._num_held_bytes > self._max_held_bytes:
             self._held.clear()
             self._connection.reset()
             await asyncio.get_running_loop().create_future()  # until the disconnect ends this task

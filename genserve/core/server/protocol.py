@@ -315,7 +315,7 @@ def parse(
         if options_model is not None and own:
             request._options = options_model.model_validate(own)
     except ValidationError as error:
-        raise _first_error(error) from None
+        raise first_error(error) from None
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options", "is only for stream: true")
     return request
@@ -338,7 +338,8 @@ def _without_empty(message: Any) -> Any:
     }
 
 
-def _first_error(error: ValidationError) -> InvalidRequest:
+def first_error(error: ValidationError) -> InvalidRequest:
+    """The first problem of a body, as the error that names its field."""
     # A refused key says most; report it first.
     errors = error.errors(include_url=False, include_input=False)
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])

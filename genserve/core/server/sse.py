@@ -17,9 +17,11 @@ SSE_HEADERS = [
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: str) -> bytes:
-    """One event; `data` holds no line breaks (JSON has none)."""
-    return b"data: %b\n\n" % data.encode()
+def event(data: str, kind: str = "", number: int | None = None) -> bytes:
+    """One event, with its type and id if they are given; `data` holds no line breaks (JSON has none)."""
+    head = f"id: {number}\n" if number is not None else ""
+    head += f"event: {kind}\n" if kind else ""
+    return b"%bdata: %b\n\n" % (head.encode(), data.encode())
 
 
 async def until_disconnect(receive: Any, work: Coroutine[Any, Any, None]) -> bool:

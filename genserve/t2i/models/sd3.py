@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.core.errors import InvalidRequest
+from genserve.core.models.registry import located
 from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
@@ -206,7 +207,7 @@ class SD3ControlNet(Model):
             path = self.params.get("transformer_path")
             if path is None:
                 raise InvalidRequest("transformer_path", "this ControlNet shares its transformer's positions")
-            transformer = SD3Transformer2DModel.from_pretrained(path, subfolder="transformer")
+            transformer = SD3Transformer2DModel.from_pretrained(located(path), subfolder="transformer")
             net.pos_embed = net._get_pos_embed_from_transformer(transformer).to(dtype)
         return {"controlnet": net.to(device).eval()}
 

@@ -57,6 +57,15 @@ def test_true_guidance(tiny, scale):
     compare(pipeline, graph, {}, {}, negative_prompt="blurry", true_cfg_scale=scale, guidance_scale=3.5)
 
 
+def test_in_half_precision(tiny):
+    net = diffusers.FluxControlNetModel.from_pretrained(tiny.controlnet("flux"), torch_dtype=torch.bfloat16)
+    pipeline = diffusers.FluxControlNetPipeline.from_pretrained(
+        tiny("flux"), controlnet=net, torch_dtype=torch.bfloat16
+    )
+    graph = flux(tiny("flux"), controlnet=tiny.controlnet("flux"), dtype="bfloat16").to_graph()
+    compare(pipeline, graph, {}, {}, control_image=picture(2), guidance_scale=3.5)
+
+
 def test_image_to_image(tiny):
     pipeline = diffusers.FluxImg2ImgPipeline.from_pretrained(tiny("flux"))
     graph = flux(tiny("flux"), mode="image").to_graph()

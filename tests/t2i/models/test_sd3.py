@@ -48,6 +48,16 @@ def test_text_to_image(tiny, family, guidance_scale):
     assert not np.array_equal(ours, other)
 
 
+def test_in_half_precision(tiny):
+    bf16 = torch.bfloat16
+    pipeline = diffusers.StableDiffusion3Img2ImgPipeline.from_pretrained(tiny("sd3"), torch_dtype=bf16)
+    asked = {**ASKED, "image": picture(1), "strength": 0.6}
+    image, latents = stock(pipeline, **asked, num_inference_steps=3)
+    graph = sd3(tiny("sd3"), mode="image", dtype="bfloat16").to_graph()
+    ours, our_latents = render(graph, **asked, num_steps=3, seed=5)
+    assert our_latents.dtype == bf16 and torch.equal(our_latents, latents) and np.array_equal(ours, image)
+
+
 def test_schedule_options_and_clip_skip(tiny):
     pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny("sd3"))
     shifted = pipeline.scheduler.from_config(pipeline.scheduler.config, shift=1.5, use_karras_sigmas=True)
