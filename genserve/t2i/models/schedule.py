@@ -13,11 +13,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.core.errors import InvalidRequest
 from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import (
+    SIZES,
     denoiser_config,
     find_file,
     is_flux,
@@ -99,14 +100,21 @@ def make_schedule(
 
 
 def _full_config(name: str, config: Json, options: Json) -> dict[str, Any]:
-    import diffusers
-
-    solver = getattr(diffusers, name).from_config(dict(config))
-    known = {key: value for key, value in solver.config.items() if not key.startswith("_")}
+    known = _fields(name, json.dumps(config, sort_keys=True))
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise InvalidRequest(f"options.{unknown[0]}", f"{name} has no such field; it has {sorted(known)}")
-    return json.loads(json.dumps({**known, **options}, default=list))  # type: ignore[no-any-return]
+    return {**known, **json.loads(json.dumps(options))}
+
+
+@lru_cache(maxsize=256)
+def _fields(name: str, config: str) -> dict[str, Any]:
+    """All fields of a solver, of the checkpoint's configuration or at their defaults."""
+    import diffusers
+
+    solver = getattr(diffusers, name).from_config(json.loads(config))
+    known = {key: value for key, value in solver.config.items() if not key.startswith("_")}
+    return json.loads(json.dumps(known, default=list))  # type: ignore[no-any-return]
 
 
 def _shift(num_tokens: int, config: Json, max_shift: float) -> float:
@@ -267,6 +275,8 @@ class Schedule(Model):
     image-to-image begins at (0 without `strength`).
     """
 
+    content: ClassVar[tuple[str, ...]] = ("scheduler/scheduler_config.json", *SIZES)
+
     def setup_io(self) -> None:
         self.add_input("num_steps", int)
         self.add_input("height", int, default=None)
@@ -319,6 +329,8 @@ take_step = step  # nodes have a port named `step`
 class Denoise(Model):
     """One step of a solver that needs nothing of the steps before it: flow-matching Euler, Euler, DDIM."""
 
+    content: ClassVar[tuple[str, ...]] = ("scheduler/scheduler_config.json", *SIZES)
+
     def setup_io(self) -> None:
         self.add_input("noise_pred", tensor())
         self.add_input("latents", tensor())
@@ -349,6 +361,8 @@ class Denoise(Model):
 
 class MultistepDenoise(Model):
     """One step of any solver; `history` is what a loop carries from step to step, absent at the first."""
+
+    content: ClassVar[tuple[str, ...]] = ("scheduler/scheduler_config.json", *SIZES)
 
     def setup_io(self) -> None:
         self.add_input("noise_pred", tensor())
