@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+
 def graph(
     file: Annotated[
         Path, typer.Argument(help="A Python file that defines a workflow (it is executed), or JSON.")
