@@ -329,6 +329,8 @@ class Coordinator:
                     ledger.place(value, space, (flight.run_id, port), None, 0)
         for warning in result.values.get("warnings") or ():
             job.warnings[str(warning)] = None
+        if result.values.get("hit") is not None:
+            job.cache_hits.append({"node": task.node.id, "image": task.image, "hit": result.values["hit"]})
         if task in job.instance.deciders:
             self._advance(job)
             if job.ending:
@@ -582,6 +584,7 @@ class Coordinator:
             },
             "lora_arrival_steps": job.lora_arrival_steps(),
             "reexecutions": job.num_reruns,
+            "cache_hits": job.cache_hits,
             "warnings": list(job.warnings),
         }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from genserve.core.errors import ConfigError
 from genserve.t2i.client import Served
+from genserve.t2i.compiler import compile_workflow
 from genserve.t2i.graph import Graph, ModelSpec, walk
 from genserve.t2i.instance import code_name
 from genserve.t2i.messages import ModelCode
@@ -49,9 +50,7 @@ def registered(
 
 def compiled(workflow: Workflow | Graph, loras: tuple[tuple[str, float], ...] = ()) -> Graph:
     """The workflow's graph after the passes, with adapters (path, scale) on its denoisers."""
-    if loras:
-        raise ConfigError("adapters on top of a workflow's own aren't served yet")
-    return workflow.to_graph() if isinstance(workflow, Workflow) else workflow
+    return compile_workflow(workflow, loras=loras).graph
 
 
 def _check_budget(graph: Graph, budget_bytes: int | None) -> None:
