@@ -43,6 +43,7 @@ from genserve.t2i.messages import (
     GiveUp,
     Here,
     Keep,
+    Key,
     Later,
     Missed,
     ModelCode,
@@ -226,7 +227,7 @@ class Coordinator:
         for (value, key), stored in zip(run.values, event.result, strict=True):
             if stored is None:  # it had gone
                 if run.needed and not job.ending:
-                    self._unreachable(value, run.spaces[key])
+                    self._unreachable(value, run.spaces[key], key)
             elif job.ending or not job.is_wanted(value):
                 self._ledger.release_key(HOME, key)
             else:
@@ -328,6 +329,8 @@ class Coordinator:
                     ledger.place(value, space, (flight.run_id, port), None, 0)
         for warning in result.values.get("warnings") or ():
             job.warnings[str(warning)] = None
+        if result.values.get("hit") is not None:
+            job.cache_hits.append({"node": task.node.id, "image": task.image, "hit": result.values["hit"]})
         if task in job.instance.deciders:
             self._advance(job)
             if job.ending:
@@ -385,7 +388,7 @@ class Coordinator:
         """Consumers in other spaces that run already, waiting for this task's outputs."""
         for consumer in task.consumers:
             flight: Flight | None = consumer.flight
-            if flight is None or not flight.awaits:
+            if flight is None or flight.given_up or not flight.awaits:
                 continue
             for value, key in list(flight.awaits.items()):
                 if value.task is task:
@@ -442,12 +445,15 @@ class Coordinator:
         for key in missed.keys:
             value, space = flight.reads.get(key, (None, ""))
             if value is not None and space:
-                self._unreachable(value, space)
+                self._unreachable(value, space, key)
         self._retry(task)
 
-    def _unreachable(self, value: Value, space: str) -> None:
-        self._ledger.forget_place(value, space)
-        self._restore([value])
+    def _unreachable(self, value: Value, space: str, key: Key) -> None:
+        """It couldn't be had there."""
+        if value.places.get(space, (None,))[0] == key:
+            self._ledger.forget_place(value, space)
+            self._ledger.release_key(space, key)
+            self._restore([value])
 
     def _retry(self, task: Task) -> None:
         """The task is to run again. Who waits for it on an executor that it may need must not."""
@@ -578,6 +584,7 @@ class Coordinator:
             },
             "lora_arrival_steps": job.lora_arrival_steps(),
             "reexecutions": job.num_reruns,
+            "cache_hits": job.cache_hits,
             "warnings": list(job.warnings),
         }
 

@@ -89,8 +89,10 @@ def play(seed, num_requests=4, apart=True):
         )  # fmt: skip
         if rng.random() < 0.3:
             run.post(m.Cancel(f"r{index}"), at_s + 0.25 * rng.randint(0, 80))
+    now_s = 0.0
     for _ in range(rng.randint(1, 4) if killing else 0):
-        at_s = run.simulator.now_s + 0.25 * rng.randint(1, 60) + 0.1
+        at_s = now_s + 0.25 * rng.randint(1, 60) + 0.1
+        now_s = at_s + 60
         run.run(at_s)
         name = rng.choice(run.cluster.specs).name
         run.cluster.kill(name)
