@@ -100,7 +100,7 @@ def _fetched(model_path: str, parts: tuple[str, ...]) -> Path:
         raise ModelNotFound(f"model_path: no file or folder {model_path}, and it is no hub id")
     from huggingface_hub import snapshot_download
 
-    patterns = [f"{part}/*" if part else "*" for part in parts]
+    patterns = [name for part in parts for name in ((part, f"{part}/*") if part else ("*",))]
     try:
         return Path(snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:  # many kinds: offline, no such repository, no access
