@@ -33,7 +33,7 @@ def layout_workflow(model: str, controlnet: str | None = None, lora: str | None 
     with Workflow("_".join([*parts, *(["styled"] if lora else [])])) as wf:
         prompt = wf.add_input("prompt", str)
         seed = wf.add_input("seed", int)
-        num_steps = wf.add_input("num_steps", int, default=16)
+        num_steps = wf.add_input("num_steps", int, default=20)
         guidance_scale = wf.add_input("guidance_scale", float, default=3.0)
 
         vae = VAE(model_path=model)
@@ -46,7 +46,7 @@ def layout_workflow(model: str, controlnet: str | None = None, lora: str | None 
         embeds = encode(prompt, max_sequence_length=20)
         negative = encode("", max_sequence_length=20)
         schedule, _, count = Schedule(model_path=model)(num_steps)
-        latents = LatentsGenerator(model_path=model)(seed, schedule=schedule)
+        latents = LatentsGenerator(model_path=model, size=64)(seed, schedule=schedule)
         residuals = None
         if controlnet is not None:
             net = SD3ControlNet(model_path=controlnet, transformer_path=model)
@@ -71,7 +71,18 @@ def layout_workflow(model: str, controlnet: str | None = None, lora: str | None 
 def silhouette() -> Image.Image:
     """A white star on black, at the right: what the ControlNet is to follow."""
     image = Image.new("RGB", (64, 64), "black")
-    star = [(44, 10), (48, 24), (62, 24), (51, 33), (55, 47), (44, 38), (33, 47), (37, 33), (26, 24), (40, 24)]
+    star = [
+        (44, 10),
+        (48, 24),
+        (62, 24),
+        (51, 33),
+        (55, 47),
+        (44, 38),
+        (33, 47),
+        (37, 33),
+        (26, 24),
+        (40, 24),
+    ]
     ImageDraw.Draw(image).polygon(star, fill="white")
     return image
 
@@ -98,7 +109,10 @@ def main() -> None:
         layout_workflow(given.model, given.controlnet, given.lora),
     ]
     # Two executors, so that ControlNet and transformer run at the same time; the workflows share their models.
-    with Session(num_executors=2) as session, Progress(console=console, transient=True) as progress:
+    with (
+        Session(num_executors=2, num_threads=2) as session,
+        Progress(console=console, transient=True) as progress,
+    ):
         for workflow in workflows:
             session.register(workflow)
             task = progress.add_task(workflow.name, total=None)

@@ -105,6 +105,9 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
     """Executors, with every workflow of the model registered."""
     from genserve.t2i.serve import start
 
+    if config.num_threads is None and config.model in PACKAGED_MODELS:
+        # So small that threads cost more than they give: one each.
+        config = config.model_copy(update={"num_threads": config.num_executors})
     made = entries(config)  # before executors, and the imports that take seconds
     client = await start(config)
     client.note(model=display_name(config))
