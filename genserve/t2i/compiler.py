@@ -14,7 +14,7 @@ from genserve.t2i.graph import Graph
 from genserve.t2i.identity import identified
 from genserve.t2i.passes import DEFAULT, Pass, find_pass
 from genserve.t2i.passes.lora import add_loras
-from genserve.t2i.verify import check_unused, verify
+from genserve.t2i.verify import verify
 from genserve.t2i.workflow import Workflow
 
 
@@ -57,7 +57,6 @@ def compile_workflow(
     """
     graph = workflow.to_graph() if isinstance(workflow, Workflow) else workflow
     verify(graph)
-    check_unused(graph)
     stages = [Stage("written", graph)]
     steps: list[tuple[str, Callable[[Graph], Graph]]] = []
     if loras:

@@ -87,9 +87,7 @@ class _Emitter:
 
     def items(self, records: Sequence[Record]) -> tuple[Node | Loop, ...]:
         return tuple(
-            self._node(record) if isinstance(record, Call) else self._loop(record)
-            for record in records
-            if isinstance(record, Call) or record.body
+            self._node(record) if isinstance(record, Call) else self._loop(record) for record in records
         )
 
     def _node(self, call: Call) -> Node:

@@ -1,14 +1,11 @@
-"""Workflows in files: a Python file that makes one, or JSON. Reads and runs files; knows no runtime."""
+"""Workflows in files: Python files that make some, or JSON. Knows no runtime."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import traceback
 from pathlib import Path
-from types import ModuleType
 
-from genserve.core.errors import ConfigError, GenserveError
+from genserve.core.errors import ConfigError
+from genserve.t2i.python_file import names_of
 from genserve.t2i.workflow import Workflow
 
 
@@ -39,33 +36,9 @@ def load_workflows(path: str | Path) -> list[Workflow]:
         return [Workflow.from_json(path.read_text())]
     if path.suffix != ".py":
         raise ConfigError(f"{path} is neither a Python file nor JSON")
-    values = vars(_executed(path)).values()
-    found = list({id(value): value for value in values if isinstance(value, Workflow)}.values())
+    found = list(
+        {id(value): value for value in names_of(path).values() if isinstance(value, Workflow)}.values()
+    )
     if not found:
         raise ConfigError(f"{path} has no workflow among its global names")
     return found
-
-
-def _executed(path: Path) -> ModuleType:
-    # Registered under a name of its own, so that its model classes can be found again.
-    name = f"_{path.stem}_file"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except GenserveError:
-        raise
-    except SyntaxError as error:
-        raise ConfigError(f"{path.name}:{error.lineno}: SyntaxError: {error.msg}") from error
-    except Exception as error:
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-        ]
-        where = ":".join([path.name, *map(str, lines[-1:])])
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent))
-    return module

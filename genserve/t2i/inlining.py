@@ -21,6 +21,7 @@ from genserve.t2i.graph import (
     LoopCount,
     LoopIndex,
     Node,
+    walk,
 )
 from genserve.t2i.tracing import Call, LoopTrace, Record, Trace
 from genserve.t2i.values import Carry, Count, Element, Final, Index, Items, Out, Ref
@@ -30,6 +31,8 @@ def inline(
     trace: Trace, graph: Graph, inputs: Mapping[str, Ref], where: str, site: tuple[Any, ...]
 ) -> list[Ref]:
     """Record `graph` with its inputs replaced; returns what its outputs are in the trace."""
+    if any(patch.adapter is not None for node in walk(graph.nodes) for patch in node.patches):
+        raise CompileError(f"workflow {graph.name!r} is compiled already; use what was written", where=where)
     copy = _Copy(graph, inputs, where, site)
     for item in graph.nodes:
         record = copy.record(item)

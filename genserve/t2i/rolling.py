@@ -27,7 +27,10 @@ def roll(loop: LoopTrace) -> None:
     """Fill `body`, `carried` and `counterparts` of a closed loop. Raises `CompileError`."""
     iterations = loop.iterations
     if not any(iterations):
-        return
+        raise CompileError(
+            "no model is called in this loop, and what else it does would be done a fixed number of times",
+            where=loop.where,
+        )
     if len(iterations) != TRIAL or len({len(iteration) for iteration in iterations}) != 1:
         _refuse(loop, loop, "its iterations make different numbers of calls")
     loop.body = iterations[-1]
@@ -106,7 +109,10 @@ class _Resolver:
         self._loop = loop
 
     def resolve(self, refs: Sequence[Ref]) -> Ref:
-        if all(isinstance(r, Const) and type(r.value) is int and r.value == j for j, r in enumerate(refs)):
+        is_range = self._loop.source_for is not None  # others give symbolic indexes
+        if is_range and all(
+            isinstance(r, Const) and type(r.value) is int and r.value == j for j, r in enumerate(refs)
+        ):
             return Index(self._loop)
         try:
             return self._same(refs)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 HOME_LANE = "home"
 
 
-def build_worker(pool_bytes: int, device: str, num_threads: int, wait_s: float, token: str | None) -> T2iWorker:
+def build_worker(
+    pool_bytes: int, device: str, num_threads: int, wait_s: float, token: str | None
+) -> T2iWorker:
     """What an actor holds. With a `token` other machines reach its store too."""
     import torch
 
@@ -109,9 +111,7 @@ async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> 
         await asyncio.to_thread(remove_leftovers, None)
 
     client = LocalWorkflows(
-        Coordinator(
-            [ExecutorSpec(name, name, config.weights_budget) for name in names], home_lane=HOME_LANE
-        ),
+        Coordinator([ExecutorSpec(name, name, config.weights_budget) for name in names], home_lane=HOME_LANE),
         executors,
         space,
         max_queued_requests=config.max_queued_requests,

@@ -11,6 +11,7 @@ loop is captured.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ class LoopTrace:
         self.carried: dict[str, tuple[Ref | None, Ref]] = {}
         # Of each record of the trial: its iteration, and its counterpart in the body.
         self.counterparts: dict[Record, tuple[int, Record]] = {}
-        # Of a range, while it is open: who runs it.
+        # Of a range: its statement, and who runs it while it is open.
         self.frame: FrameType | None = None
         self.source_for: loop_source.ForLoop | None = None
 
@@ -311,6 +312,8 @@ def begin_range(value: Value) -> int:
         loop = loop_source.ranged_for(frame)
     except loop_source.NoSource:
         _refuse("the source of this loop cannot be read", name, where)
+    if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
+        _refuse("a generator's loop over a placeholder cannot be traced", name, where)
     if loop is None or loop.variable is None:
         _refuse(
             f"{value!r} is known only when a request runs; it can be used in `for i in range(...):` with "

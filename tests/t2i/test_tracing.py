@@ -255,9 +255,35 @@ def output_inside(s):
         s.wf.add_output(s.latents, "inside")
 
 
+def own_counter(s):
+    numbers = iter(range(6))
+    for _ in s.wf.loop(s.n, first=2):
+        s.latents = s.step(s.latents, next(numbers))
+
+
+def generates(s):
+    def steps():
+        for _ in range(s.n):
+            yield
+
+    for _ in steps():
+        s.latents = s.step(s.latents)
+
+
+def empty(s):
+    marks = []
+    for _ in range(s.n):
+        marks.append(0)
+    for _ in marks:
+        s.latents = s.step(s.latents, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("loop", "line", "message"),
     [
+        (own_counter, 3, "input 'step' of step follows no rule"),
+        (generates, 2, "a generator's loop over a placeholder"),
+        (empty, 2, "no model is called in this loop"),
         (symbolic_if, 2, "cannot branch on"),
         (symbolic_equal, 2, "cannot compare"),
         (symbolic_plus, 2, "no arithmetic on"),

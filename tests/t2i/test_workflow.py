@@ -350,15 +350,6 @@ def test_the_scope_is_the_newest_workflow_or_that_of_with():
     assert Workflow.current() is third
 
 
-def test_a_loop_nobody_calls_anything_in_is_none():
-    wf = Workflow("empty")
-    n = wf.add_input("n", int)
-    for _ in range(n):
-        pass
-    wf.add_output(Number()(n), "value")
-    assert [item.id for item in wf.to_graph().nodes] == ["number"]
-
-
 def test_calls_through_functions_of_the_author():
     wf = Workflow("functions")
     n = wf.add_input("n", int)
