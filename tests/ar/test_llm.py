@@ -275,6 +275,9 @@ def test_closing_ends_a_stream_that_is_read_later(folder):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_interrupt_aborts_what_was_asked_for(llm, streaming):
+    # A run in the background of a shell ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt():
         while llm.stats()["num_sequences"] == 0:
             time.sleep(0.001)
@@ -288,8 +291,11 @@ def test_an_interrupt_aborts_what_was_asked_for(llm, streaming):
         while True:
             list(llm.stream("abc", **options)) if streaming else llm.generate("abc", **options)
 
-    with pytest.raises(KeyboardInterrupt):
-        for_ever()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for_ever()
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     deadline = time.monotonic() + 10
     while llm.stats()["num_sequences"]:

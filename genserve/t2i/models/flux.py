@@ -14,7 +14,7 @@ from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
 from genserve.t2i.models.step_cache import THRESHOLD, StepCache
-from genserve.t2i.models.text import EMBEDS, TextEncoder, embeds, load_encoder
+from genserve.t2i.models.text import EMBEDS, TextEncoder, embeds, load_encoders
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensor, tensors
 
@@ -42,8 +42,7 @@ class FluxTextEncoder(TextEncoder):
         import torch
 
         dtype = getattr(torch, self.params.get("dtype", "float32"))
-        assert model_path is not None
-        return {"encoders": [load_encoder(model_path, name, dtype, device) for name in self.weights]}
+        return load_encoders(str(model_path), self.weights, dtype, device)
 
     def execute(
         self,
@@ -52,10 +51,10 @@ class FluxTextEncoder(TextEncoder):
         prompt_2: str | None = None,
         max_sequence_length: int = 512,
     ) -> dict[str, Any]:
-        (clip, clip_tokenizer), (t5, t5_tokenizer) = model_components["encoders"]
-        ids, warnings = clip_tokenizer(prompt)
+        clip, t5 = model_components["text_encoder"], model_components["text_encoder_2"]
+        ids, warnings = model_components["tokenizer"](prompt)
         pooled = clip(ids.to(clip.device), output_hidden_states=False).pooler_output.to(clip.dtype)
-        ids, more = t5_tokenizer(prompt_2 or prompt, max_sequence_length)
+        ids, more = model_components["tokenizer_2"](prompt_2 or prompt, max_sequence_length)
         sequence = t5(ids.to(t5.device), output_hidden_states=False)[0].to(t5.dtype)
         return embeds(sequence, pooled, [*warnings, *more])
 

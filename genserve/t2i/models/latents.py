@@ -214,7 +214,8 @@ class Pixels(_OnDevice):
         scale = vae_scale_factor(path) if path else 8
         pixels = to_pixels(image, height, width, scale, do_normalize=normalize, do_convert_rgb=True)
         pixels = pixels.to(getattr(torch, self.params.get("dtype", "float32")))
-        return {"pixels": pixels.to(model_components.get("device", "cpu"))}
+        # In order of its axes, as everything is that travels between nodes: another order rounds differently.
+        return {"pixels": pixels.to(model_components.get("device", "cpu")).contiguous()}
 
 
 def to_pixels(

@@ -60,6 +60,14 @@ def read_adapter(model_path: str, weight_name: str | None = None, identity: str 
     return Adapter(identity or str(path), tuple(names), tuple(weights))
 
 
+def targets_text(model_path: str, weight_name: str | None = None) -> bool:
+    """Whether an adapter changes text encoders too. Reads the file's header only, and needs no torch."""
+    from safetensors import safe_open
+
+    with safe_open(str(_find(model_path, weight_name)), framework="np") as file:
+        return any(key.startswith(("text_encoder", "lora_te")) for key in file.keys())  # noqa: SIM118
+
+
 def _find(model_path: str, weight_name: str | None) -> Path:
     path = Path(model_path)
     if path.is_file():

@@ -100,14 +100,21 @@ def make_schedule(
 
 
 def _full_config(name: str, config: Json, options: Json) -> dict[str, Any]:
-    import diffusers
-
-    solver = getattr(diffusers, name).from_config(dict(config))
-    known = {key: value for key, value in solver.config.items() if not key.startswith("_")}
+    known = _fields(name, json.dumps(config, sort_keys=True))
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise InvalidRequest(f"options.{unknown[0]}", f"{name} has no such field; it has {sorted(known)}")
-    return json.loads(json.dumps({**known, **options}, default=list))  # type: ignore[no-any-return]
+    return {**known, **json.loads(json.dumps(options))}
+
+
+@lru_cache(maxsize=256)
+def _fields(name: str, config: str) -> dict[str, Any]:
+    """All fields of a solver, of the checkpoint's configuration or at their defaults."""
+    import diffusers
+
+    solver = getattr(diffusers, name).from_config(json.loads(config))
+    known = {key: value for key, value in solver.config.items() if not key.startswith("_")}
+    return json.loads(json.dumps(known, default=list))  # type: ignore[no-any-return]
 
 
 def _shift(num_tokens: int, config: Json, max_shift: float) -> float:

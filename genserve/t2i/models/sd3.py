@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.core.errors import InvalidRequest
+from genserve.core.models.registry import located
 from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.lazy import map_tensors
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
 from genserve.t2i.models.step_cache import THRESHOLD, StepCache
-from genserve.t2i.models.text import EMBEDS, TextEncoder, Tokenizer, embeds, load_encoder
+from genserve.t2i.models.text import EMBEDS, TextEncoder, Tokenizer, embeds, load_encoders
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensors
 
 if TYPE_CHECKING:
@@ -50,11 +51,8 @@ class SD3TextEncoder(TextEncoder):
         import torch
 
         dtype = getattr(torch, self.params.get("dtype", "float32"))
-        assert model_path is not None
-        return {
-            "encoders": [load_encoder(model_path, name, dtype, device) for name in self.weights],
-            "width": read_config(model_path, "transformer/config.json")["joint_attention_dim"],
-        }
+        width = read_config(str(model_path), "transformer/config.json")["joint_attention_dim"]
+        return {"width": width, **load_encoders(str(model_path), self.weights, dtype, device)}
 
     def execute(
         self,
@@ -67,17 +65,19 @@ class SD3TextEncoder(TextEncoder):
     ) -> dict[str, Any]:
         import torch
 
-        clip_1, clip_2, t5 = model_components["encoders"]
-        first, pooled_1, warnings_1 = _clip(clip_1, prompt, clip_skip)
-        second, pooled_2, warnings_2 = _clip(clip_2, prompt_2 or prompt, clip_skip)
+        parts = model_components
+        first, pooled_1, warnings_1 = _clip(parts["text_encoder"], parts["tokenizer"], prompt, clip_skip)
+        second, pooled_2, warnings_2 = _clip(
+            parts["text_encoder_2"], parts["tokenizer_2"], prompt_2 or prompt, clip_skip
+        )
         clip = torch.cat([first, second], dim=-1)
         warnings_3: list[str] = []
-        if t5 is None:
-            shape = (1, max_sequence_length, model_components["width"])
+        if "text_encoder_3" not in parts:
+            shape = (1, max_sequence_length, parts["width"])
             text = torch.zeros(shape, device=clip.device, dtype=clip.dtype)
         else:
-            encoder, tokenizer = t5
-            ids, warnings_3 = tokenizer(prompt_3 or prompt, max_sequence_length)
+            encoder = parts["text_encoder_3"]
+            ids, warnings_3 = parts["tokenizer_3"](prompt_3 or prompt, max_sequence_length)
             text = encoder(ids.to(encoder.device))[0].to(encoder.dtype)
         clip = torch.nn.functional.pad(clip, (0, text.shape[-1] - clip.shape[-1]))
         return embeds(
@@ -88,9 +88,8 @@ class SD3TextEncoder(TextEncoder):
 
 
 def _clip(
-    loaded: tuple[Any, Tokenizer], prompt: str, skip: int | None
+    encoder: Any, tokenizer: Tokenizer, prompt: str, skip: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    encoder, tokenizer = loaded
     ids, warnings = tokenizer(prompt)
     out = encoder(ids.to(encoder.device), output_hidden_states=True)
     return out.hidden_states[-((skip or 0) + 2)].to(encoder.dtype), out[0], warnings
@@ -208,7 +207,7 @@ class SD3ControlNet(Model):
             path = self.params.get("transformer_path")
             if path is None:
                 raise InvalidRequest("transformer_path", "this ControlNet shares its transformer's positions")
-            transformer = SD3Transformer2DModel.from_pretrained(path, subfolder="transformer")
+            transformer = SD3Transformer2DModel.from_pretrained(located(path), subfolder="transformer")
             net.pos_embed = net._get_pos_embed_from_transformer(transformer).to(dtype)
         return {"controlnet": net.to(device).eval()}
 

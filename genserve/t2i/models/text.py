@@ -66,6 +66,16 @@ def load_encoder(model_path: str, name: str, dtype: torch.dtype, device: str) ->
     return encoder.to(device).eval(), Tokenizer(tokenizer, name)
 
 
+def load_encoders(model_path: str, names: Sequence[str], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Those of the text encoders that there are, and their tokenizers, by the names of their folders."""
+    parts: dict[str, Any] = {}
+    for name in names:
+        loaded = load_encoder(model_path, name, dtype, device)
+        if loaded is not None:
+            parts[name], parts[name.replace("text_encoder", "tokenizer")] = loaded
+    return parts
+
+
 class TextEncoder(Model):
     """What the families' text encoders have in common: one value for the workflow, warnings for the runtime."""
 

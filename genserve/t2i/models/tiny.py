@@ -70,7 +70,7 @@ def build_tiny_lora(
 ) -> Path:
     """Write an adapter for the checkpoints of `family` with the stock pipeline's own `save_lora_weights`.
 
-    `alpha` is `rank` by default. `text_encoders`: of the CLIP text encoders too (sd15, sdxl). Returns the folder.
+    `alpha` is `rank` by default. `text_encoders`: of the CLIP text encoders too (not of T5). Returns the folder.
     """
     from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 
@@ -129,9 +129,7 @@ def _pipeline_class(family: str) -> Any:
 def _lora_encoders(family: str) -> tuple[str, ...]:
     if family.startswith("sd15"):
         return ("text_encoder",)
-    if family == "sdxl":
-        return ("text_encoder", "text_encoder_2")
-    raise ValueError(f"text_encoders: adapters of {family!r} have none")
+    return ("text_encoder",) if family.startswith("flux") else ("text_encoder", "text_encoder_2")
 
 
 def _denoiser(family: str) -> Any:

@@ -82,7 +82,7 @@ def predict(
     if unet.config.in_channels == PAINT_CHANNELS:
         if paint is None:
             raise ConfigError("this checkpoint is for inpainting: it needs an image and a mask")
-        inputs = torch.cat([inputs, paint.expand(inputs.shape[0], -1, -1, -1)], dim=1)
+        inputs = torch.cat([inputs, paint.expand(inputs.shape[0], -1, -1, -1)], dim=1).contiguous()
     if branch is not None and down_residuals is not None and mid_residual is not None:
         down_residuals = map_tensors(down_residuals, lambda pair: own_row(pair, branch))
         mid_residual = _map_tensor(mid_residual, branch)
@@ -116,7 +116,8 @@ def batch(
     """Scaled latents and text sequences: one row, or the pair (negative, prompt)."""
     import torch
 
-    inputs = scale_input(schedule, step, latents)
+    # Convolutions round differently in another memory format, which a tensor loses on its way to another executor.
+    inputs = scale_input(schedule, step, latents).contiguous()
     if not guided or negative is None:
         return inputs, prompt_embeds[0]
     return torch.cat([inputs] * 2), torch.cat([negative[0], prompt_embeds[0]])
@@ -202,7 +203,6 @@ def control(
         inputs,
         timestep(schedule, step),
         encoder_hidden_states=sequence,
-        # Convolutions of another memory format round differently.
         controlnet_cond=torch.cat([control.contiguous()] * inputs.shape[0]),
         conditioning_scale=control_scale(
             conditioning_scale, step - first, (num_steps or 1) - first, guidance_start, guidance_end

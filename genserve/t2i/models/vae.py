@@ -81,7 +81,7 @@ class VAE(Model):
             pixels = to_pixels(image, height, width, vae_scale_factor(path) * patch_size(path))
             if is_control:
                 pixels = pixels.contiguous()
-            return {"latents": encode(vae, pixels, seed, shift, draw)}
+            return {"latents": encode(vae, pixels, seed, shift, draw).contiguous()}
         if latents is None:
             raise InvalidRequest("latents", "decoding needs them")
         return {"image": decode(vae, latents)}
@@ -106,7 +106,7 @@ def encode(
 
 def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """A uint8 picture, height x width x 3, on the device of the autoencoder."""
-    latents = latents.to(vae.device, vae.dtype)
+    latents = latents.to(vae.device, vae.dtype).contiguous()  # as they come from another executor
     mean, std = _per_channel(vae, latents)
     if mean is not None:
         latents = latents * std / vae.config.scaling_factor + mean

@@ -8,12 +8,13 @@ from typing import Any
 from genserve.t2i.model import ModelPatch
 from genserve.t2i.models.flux import Flux, FluxControlNet, FluxTextEncoder, has_guidance, reads_pixels
 from genserve.t2i.models.latents import Pixels
+from genserve.t2i.models.lora_file import targets_text
 from genserve.t2i.models.schedule import Denoise, Schedule
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import IMAGE
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows.limits import default_size
-from genserve.t2i.workflows.start import Mode, start, strength_input, workflow_name
+from genserve.t2i.workflows.start import Mode, checkpoint, start, strength_input, workflow_name
 
 
 def flux(
@@ -22,10 +23,12 @@ def flux(
     loras: Sequence[ModelPatch] = (),
     mode: Mode = "text",
     true_cfg: bool = False,
+    dtype: str | None = None,
 ) -> Workflow:
     """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint").
 
     `true_cfg`: with a negative prompt, which Flux wasn't made for; each step takes twice as long then.
+    `dtype`: such as "bfloat16"; float32 by default.
     """
     with Workflow(workflow_name("flux", mode, controlnet)) as wf:
         prompt = wf.add_input("prompt", str)
@@ -45,12 +48,15 @@ def flux(
         if has_guidance(model_path):
             guidance_scale = wf.add_input("guidance_scale", float, default=3.5, description="An embedding")
 
-        vae = VAE(model_path=model_path)
-        encode = FluxTextEncoder(model_path=model_path)
-        transformer = Flux(model_path=model_path)
+        source = checkpoint(model_path, dtype)
+        vae = VAE(**source)
+        encode = FluxTextEncoder(**source)
+        transformer = Flux(**source)
         denoise = Denoise()
         for lora in loras:
             transformer.add_patch(lora)
+            if targets_text(lora.model_path):
+                encode.add_patch(lora)
 
         embeds = encode(prompt, prompt_2, max_length)
         negative: Any = None
@@ -62,7 +68,7 @@ def flux(
         schedule, first, count = Schedule(model_path=model_path)(num_steps, height, width, strength, options)
         draw = 0
         if controlnet is not None:
-            net = FluxControlNet(model_path=controlnet)
+            net = FluxControlNet(**checkpoint(controlnet, dtype))
             control_image = wf.add_input("control_image", IMAGE)
             control_mode = wf.add_input("control_mode", int, default=None, description="Of union ControlNets")
             conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
@@ -71,13 +77,13 @@ def flux(
             )
             control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
             if reads_pixels(controlnet):
-                control = Pixels(model_path=model_path)(control_image, height, width)
+                control = Pixels(**source)(control_image, height, width)
             else:
                 draw = 1  # the pipeline draws the control image's noise first
                 control = vae(
                     image=control_image, mode="encode", height=height, width=width, seed=seed, is_control=True
                 )
-        begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first, draw)
+        begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first, draw, dtype)
 
         latents, residuals, single_residuals = begin.latents, None, None
         for step in wf.loop(count, first=first):

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from genserve.t2i.model import ModelPatch
+from genserve.t2i.models.lora_file import targets_text
 from genserve.t2i.models.schedule import Denoise, Schedule
 from genserve.t2i.models.sd3 import SD3ControlNet, SD3TextEncoder, SD3Transformer, control_vae_shift
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import IMAGE
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows.limits import default_size
-from genserve.t2i.workflows.start import Mode, start, strength_input, workflow_name
+from genserve.t2i.workflows.start import Mode, checkpoint, start, strength_input, workflow_name
 
 
 def sd3(
-    model_path: str, controlnet: str | None = None, loras: Sequence[ModelPatch] = (), mode: Mode = "text"
+    model_path: str,
+    controlnet: str | None = None,
+    loras: Sequence[ModelPatch] = (),
+    mode: Mode = "text",
+    dtype: str | None = None,
 ) -> Workflow:
-    """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint")."""
+    """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint").
+
+    `dtype`: such as "bfloat16"; float32 by default.
+    """
     with Workflow(workflow_name("sd3", mode, controlnet)) as wf:
         prompt = wf.add_input("prompt", str)
         prompt_2 = wf.add_input("prompt_2", str, default=None, description="For the second CLIP encoder")
@@ -33,19 +41,22 @@ def sd3(
         options = wf.add_input("scheduler", dict, default=None, description="Such as {'shift': 1.5}")
         strength = strength_input(wf, mode)
 
-        vae = VAE(model_path=model_path)
-        encode = SD3TextEncoder(model_path=model_path)
-        transformer = SD3Transformer(model_path=model_path)
+        source = checkpoint(model_path, dtype)
+        vae = VAE(**source)
+        encode = SD3TextEncoder(**source)
+        transformer = SD3Transformer(**source)
         denoise = Denoise()
         for lora in loras:
             transformer.add_patch(lora)
+            if targets_text(lora.model_path):
+                encode.add_patch(lora)
 
         embeds = encode(prompt, prompt_2, prompt_3, clip_skip, max_length)
         negative = encode(negative_prompt, max_sequence_length=max_length)
         schedule, first, count = Schedule(model_path=model_path)(num_steps, height, width, strength, options)
-        begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first)
+        begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first, 0, dtype)
         if controlnet is not None:
-            net = SD3ControlNet(model_path=controlnet, transformer_path=model_path)
+            net = SD3ControlNet(**checkpoint(controlnet, dtype), transformer_path=model_path)
             control_image = wf.add_input("control_image", IMAGE)
             conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
             control_start = wf.add_input(

@@ -24,6 +24,11 @@ def workflow_name(family: str, mode: Mode, controlnet: str | None) -> str:
     return "_".join(parts)
 
 
+def checkpoint(model_path: str, dtype: str | None) -> dict[str, str]:
+    """Parameters of a checkpoint's models: where they are, and in which dtype they run (None: float32)."""
+    return {"model_path": model_path} | ({} if dtype is None else {"dtype": dtype})
+
+
 def strength_input(wf: Workflow, mode: Mode) -> Any:
     """How much of the image is replaced; None in the mode "text"."""
     if mode == "text":
@@ -60,9 +65,11 @@ def start(
     schedule: Any,
     first: Any,
     draw: int = 0,
+    dtype: str | None = None,
 ) -> Start:
     """The first latents; `draw` is how many tensors the pipeline has drawn from the seed's generator before."""
-    generator = LatentsGenerator(model_path=model_path)
+    source = checkpoint(model_path, dtype)
+    generator = LatentsGenerator(**source)
     if mode == "text":
         return Start(generator(seed, height, width, schedule, draw=draw))
     image = wf.add_input("image", IMAGE, description="What to change")
@@ -72,5 +79,5 @@ def start(
     if mode == "image":
         return Start(latents)
     mask = wf.add_input("mask", IMAGE, description="White where to paint, black where to keep")
-    painted = InpaintMask(model_path=model_path)(mask, height, width)
+    painted = InpaintMask(**source)(mask, height, width)
     return Start(latents, image_latents, noise, painted, schedule)

@@ -158,9 +158,9 @@ def test_a_client_that_never_reads_holds_no_sequence_after_the_engine_is_done(se
     limits = {"max_context_tokens": 1 << 20, "kv_pool_tokens": 1 << 20, "max_queued_requests": 2}
     served = serve_engine(lambda: make_engine(flood(1500), **limits), write_timeout_s=4.0)
     with unread(served, 1500) as sock:
-        wait_until(lambda: served.gateway.num_inflight_sequences("tiny") == 2, 5)
-        wait_until(lambda: served.num_live() == 0, 10)
-        wait_until(lambda: served.gateway.num_inflight_sequences("tiny") == 0, 2)
+        wait_until(lambda: len(served.engine.submitted) == 2, 30)
+        wait_until(lambda: served.num_live() == 0, 30)
+        wait_until(lambda: served.gateway.num_inflight_sequences("tiny") == 0, 30)
         assert served.gateway.num_inflight_requests == 1
         assert served.post("/v1/completions", {"model": "tiny", "prompt": "hi", "n": 2})[0] == 200
         wait_until(lambda: served.gateway.num_inflight_requests == 0, 10)  # the write timeout
@@ -172,8 +172,8 @@ def test_a_client_that_reads_late_gets_all_of_its_stream(serve_engine):
     limits = {"max_context_tokens": 1 << 20, "kv_pool_tokens": 1 << 20, "max_queued_requests": 2}
     served = serve_engine(lambda: make_engine(flood(1500), **limits))
     with unread(served, 1500) as sock:
-        wait_until(lambda: served.gateway.num_inflight_sequences("tiny") == 2, 5)
-        wait_until(lambda: served.gateway.num_inflight_sequences("tiny") == 0, 10)
+        wait_until(lambda: len(served.engine.submitted) == 2, 30)
+        wait_until(lambda: served.gateway.num_inflight_sequences("tiny") == 0, 30)
         data = read_to_end(sock)
     assert data.count(b'"logprobs":{') == 3000 and b"data: [DONE]" in data[-30:]
     assert served.settled()
@@ -183,7 +183,7 @@ def test_a_stream_that_nobody_reads_is_ended_when_too_much_is_held(serve_engine)
     limits = {"max_context_tokens": 1 << 20, "kv_pool_tokens": 1 << 20, "max_queued_requests": 2}
     served = serve_engine(lambda: make_engine(flood(100_000), **limits))
     with unread(served, 100_000):
-        wait_until(lambda: served.num_live() == 2, 5)
+        wait_until(lambda: len(served.engine.submitted) == 2, 30)
         wait_until(lambda: served.num_live() == 0, 30)
         assert len(served.engine.aborted) == 2
     assert served.settled()

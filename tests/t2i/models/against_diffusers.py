@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from genserve.t2i.graph import Graph, Node, WorkflowOutput
-from genserve.t2i.models.latents import LATENTS
 from genserve.t2i.reference import evaluate
 from genserve.t2i.workflow import Workflow
-from tests.t2i.models.driver import pixels
+from tests.t2i.models.driver import pixels, with_latents
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +53,6 @@ class Ours:
         return next(parts for parts in self.loaded.values() if name in parts)
 
 
-def with_latents(graph: Graph) -> Graph:
-    """The same with another output: what the picture is decoded from."""
-    decode = next(
-        node
-        for node in graph.nodes
-        if isinstance(node, Node) and any(port.name == "image" for port in node.output_ports)
-    )
-    return replace(
-        graph, outputs=(*graph.outputs, WorkflowOutput("latents", LATENTS, dict(decode.inputs)["latents"]))
-    )
-
-
 class Theirs:
     """The checkpoint's stock pipelines, all on one copy of its modules."""
 
@@ -75,9 +61,16 @@ class Theirs:
 
         self.parts: dict[str, Any] = diffusers.DiffusionPipeline.from_pretrained(folder).components
 
-    def __call__(self, cls: str, seed: int, solver: Mapping[str, Any] | None = None, **inputs: Any) -> Made:
+    def __call__(
+        self,
+        cls: str,
+        seed: int,
+        solver: Mapping[str, Any] | None = None,
+        drawn: tuple[int, ...] | None = None,
+        **inputs: Any,
+    ) -> Made:
         """`solver` replaces fields of the scheduler's configuration; "name" its class. Other parts of the pipeline,
-        such as a ControlNet, are among `inputs`."""
+        such as a ControlNet, are among `inputs`. `drawn`: the shape of what the seed's generator has drawn before."""
         import diffusers
 
         solver = dict(solver or {})
@@ -91,12 +84,14 @@ class Theirs:
         pipeline = getattr(diffusers, cls)(**{key: value for key, value in parts.items() if key in known})
         pipeline.set_progress_bar_config(disable=True)
 
-        def make(output_type: str) -> Any:
-            generator = torch.Generator().manual_seed(seed)
-            return pipeline(generator=generator, output_type=output_type, **inputs).images[0]
+        generator = torch.Generator().manual_seed(seed)
+        if drawn is not None:
+            torch.randn(drawn, generator=generator)
+        seen: list[torch.Tensor] = []
 
-        latents = make("latent")[None]
-        with torch.no_grad():
-            decoded = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor, return_dict=False)[0]
-        image = pipeline.image_processor.postprocess(decoded, output_type="pil")[0]
-        return Made(torch.from_numpy(np.array(image)), latents)
+        def see(pipeline: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+            seen.append(values["latents"])
+            return values
+
+        image = pipeline(generator=generator, callback_on_step_end=see, **inputs).images[0]
+        return Made(torch.from_numpy(np.array(image)), seen[-1])

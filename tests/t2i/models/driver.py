@@ -41,25 +41,27 @@ def render(graph: Graph, **inputs: Any) -> tuple[np.ndarray, torch.Tensor]:
     return out["image"].numpy(), out["latents"]
 
 
-def rendered_with_adapter(graph: Graph, path: str, scale: float, **inputs: Any) -> list[Any]:
-    """Renders before, while and after an adapter is on the transformer, in three steps from seed 5."""
+def rendered_with_adapters(graph: Graph, **inputs: Any) -> list[Any]:
+    """Renders before, while and after the workflow's adapters are on its models, in three steps from seed 5."""
     asked = {**inputs, "num_steps": 3, "seed": 5}
     base = render(graph, **asked)
-    components = LOADED[transformer_key(graph)]
-    patcher = Patcher()
+    patched = {components_key(node): node.patches for node in walk(graph.nodes) if node.patches}
+    patchers = {key: Patcher() for key in patched}
     try:
-        patcher.apply(components, [(read_adapter(path), scale)])
-        patched = render(graph, **asked)
+        for key, patches in patched.items():
+            adapters = [(read_adapter(dict(each.model.params)["model_path"]), each.scale) for each in patches]
+            patchers[key].apply(LOADED[key], adapters)
+        changed = render(graph, **asked)
     finally:
-        patcher.restore(components)
-    return [base, patched, render(graph, **asked)]
+        for key, patcher in patchers.items():
+            patcher.restore(LOADED[key])
+    return [base, changed, render(graph, **asked)]
 
 
-def transformer_key(graph: Graph) -> Any:
-    """By which the reference interpreter keeps the denoiser."""
-    node = next(node for node in walk(graph.nodes) if node.model.cls.endswith((":Flux", ":SD3Transformer")))
+def components_key(node: Node) -> Any:
+    """By which the reference interpreter keeps what the node's model has loaded."""
     model = make_model(node.model)
-    return (*map(repr, model.loading(model.params)), model.params["model_path"])
+    return (*map(repr, model.loading(model.params)), model.params.get("model_path"))
 
 
 def with_latents(graph: Graph) -> Graph:
@@ -77,6 +79,15 @@ def stock(pipeline: Any, **inputs: Any) -> tuple[np.ndarray, torch.Tensor]:
     latents = pipeline(**inputs, generator=torch.Generator().manual_seed(5), output_type="latent").images
     image = pipeline(**inputs, generator=torch.Generator().manual_seed(5)).images[0]
     return np.array(image), latents
+
+
+def saved_awake(net: Any, folder: Any) -> str:
+    """A ControlNet saved after its zero convolutions were given weights."""
+    for parameter in net.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    net.save_pretrained(folder)
+    return str(folder)
 
 
 def picture(seed: int = 0, size: int = 64) -> Image.Image:

@@ -17,7 +17,15 @@ from genserve.t2i.models.lora import LoRA
 from genserve.t2i.models.schedule import Denoise, Schedule, make_schedule
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows import flux
-from tests.t2i.models.driver import mask, picture, render, rendered_with_adapter, run_model, stock
+from tests.t2i.models.driver import (
+    mask,
+    picture,
+    render,
+    rendered_with_adapters,
+    run_model,
+    saved_awake,
+    stock,
+)
 
 ASKED = {"prompt": "a red cat", "height": 64, "width": 48, "max_sequence_length": 24}
 
@@ -47,6 +55,15 @@ def test_true_guidance(tiny, scale):
     pipeline = diffusers.FluxPipeline.from_pretrained(tiny("flux"))
     graph = flux(tiny("flux"), true_cfg=True).to_graph()
     compare(pipeline, graph, {}, {}, negative_prompt="blurry", true_cfg_scale=scale, guidance_scale=3.5)
+
+
+def test_in_half_precision(tiny):
+    net = diffusers.FluxControlNetModel.from_pretrained(tiny.controlnet("flux"), torch_dtype=torch.bfloat16)
+    pipeline = diffusers.FluxControlNetPipeline.from_pretrained(
+        tiny("flux"), controlnet=net, torch_dtype=torch.bfloat16
+    )
+    graph = flux(tiny("flux"), controlnet=tiny.controlnet("flux"), dtype="bfloat16").to_graph()
+    compare(pipeline, graph, {}, {}, control_image=picture(2), guidance_scale=3.5)
 
 
 def test_image_to_image(tiny):
@@ -90,6 +107,33 @@ def test_controlnet_of_image_to_image(tiny):
         num_steps=4,
         **asked,
     )
+
+
+@pytest.mark.parametrize(
+    ("special", "stock_inputs", "our_inputs"),
+    [
+        ({"num_mode": 3, "num_single_layers": 1}, {"control_mode": 2}, {"control_mode": 2}),
+        ({"patch_size": 2, "conditioning_embedding_channels": 16}, {}, {}),
+    ],
+    ids=["union", "reads pixels"],
+)
+def test_other_controlnets(tiny, tmp_path, special, stock_inputs, our_inputs):
+    shape = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 4, 8)}
+    shape |= {"joint_attention_dim": 32, "pooled_projection_dim": 16, "guidance_embeds": True}
+    torch.manual_seed(0)
+    net = diffusers.FluxControlNetModel(**{"num_layers": 1, "num_single_layers": 0, **shape, **special})
+    path = saved_awake(net, tmp_path / "net")
+    pipeline = diffusers.FluxControlNetPipeline.from_pretrained(tiny("flux"), controlnet=net)
+    graph = flux(tiny("flux"), controlnet=path).to_graph()
+    asked = {"control_image": picture(2), "guidance_scale": 3.5}
+    compare(
+        pipeline,
+        graph,
+        stock_inputs | {"controlnet_conditioning_scale": 0.7},
+        our_inputs | {"conditioning_scale": 0.7},
+        **asked,
+    )
+    assert FluxControlNet(model_path=path).has_single_blocks == ("num_mode" in special)
 
 
 def test_what_an_encoder_cannot_read_is_a_warning(tiny):
@@ -153,18 +197,20 @@ def test_halves_of_guidance_join_to_the_whole_bit_for_bit(tiny):
     assert torch.equal(run_model(Guidance(), cond=cond, uncond=uncond, guidance_scale=3.0), whole)
 
 
-def test_adapter(tiny):
+@pytest.mark.parametrize("text_encoders", [False, True])
+def test_adapter(tiny, text_encoders):
     """Merged weights: bit for bit those of the stock pipeline's `fuse_lora`, within 1e-5 of its live branch."""
+    path = tiny.lora("flux", seed=1, text_encoders=text_encoders)
     pipeline = diffusers.FluxPipeline.from_pretrained(tiny("flux"))
-    pipeline.load_lora_weights(tiny.lora("flux", seed=1), adapter_name="a")
+    pipeline.load_lora_weights(path, adapter_name="a")
     pipeline.set_adapters("a", 0.7)
     asked = {**ASKED, "guidance_scale": 3.0}
     _, live = stock(pipeline, **asked, num_inference_steps=3)
-    pipeline.fuse_lora(components=["transformer"], adapter_names=["a"])
+    pipeline.fuse_lora(components=pipeline._lora_loadable_modules, adapter_names=["a"])
     pipeline.unload_lora_weights()
     image, fused = stock(pipeline, **asked, num_inference_steps=3)
-    graph = flux(tiny("flux")).to_graph()
-    base, with_adapter, after = rendered_with_adapter(graph, tiny.lora("flux", seed=1), 0.7, **asked)
+    graph = flux(tiny("flux"), loras=[LoRA(path, 0.7)]).to_graph()
+    base, with_adapter, after = rendered_with_adapters(graph, **asked)
     assert np.array_equal(with_adapter[0], image)
     assert torch.equal(pack(with_adapter[1]), fused) and torch.allclose(fused, live, atol=1e-5)
     assert torch.equal(base[1], after[1]) and not torch.allclose(pack(base[1]), fused, atol=0.1)

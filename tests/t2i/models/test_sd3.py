@@ -11,10 +11,19 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from genserve.t2i.models.lazy import LazyTensors
+from genserve.t2i.models.lora import LoRA
 from genserve.t2i.models.schedule import make_schedule
 from genserve.t2i.models.sd3 import SD3ControlNet, SD3TextEncoder, SD3Transformer
 from genserve.t2i.workflows import sd3
-from tests.t2i.models.driver import mask, picture, render, rendered_with_adapter, run_model, stock
+from tests.t2i.models.driver import (
+    mask,
+    picture,
+    render,
+    rendered_with_adapters,
+    run_model,
+    saved_awake,
+    stock,
+)
 
 ASKED = {
     "prompt": "a red cat",
@@ -37,6 +46,16 @@ def test_text_to_image(tiny, family, guidance_scale):
     assert np.array_equal(ours, image) and image.std() > 10
     other, _ = render(sd3(tiny(family)).to_graph(), **{**asked, "prompt": "a dog"}, num_steps=3, seed=5)
     assert not np.array_equal(ours, other)
+
+
+def test_in_half_precision(tiny):
+    bf16 = torch.bfloat16
+    pipeline = diffusers.StableDiffusion3Img2ImgPipeline.from_pretrained(tiny("sd3"), torch_dtype=bf16)
+    asked = {**ASKED, "image": picture(1), "strength": 0.6}
+    image, latents = stock(pipeline, **asked, num_inference_steps=3)
+    graph = sd3(tiny("sd3"), mode="image", dtype="bfloat16").to_graph()
+    ours, our_latents = render(graph, **asked, num_steps=3, seed=5)
+    assert our_latents.dtype == bf16 and torch.equal(our_latents, latents) and np.array_equal(ours, image)
 
 
 def test_schedule_options_and_clip_skip(tiny):
@@ -131,6 +150,31 @@ def test_controlnet(tiny, monkeypatch, is_encoded_once):
     assert not np.array_equal(without, image)
 
 
+def test_a_controlnet_that_shares_its_transformers_positions(tiny, monkeypatch, tmp_path):
+    """As those of SD3.5 Large, which read no text either. The stock pipeline encodes the image in a pair: 1e-4."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    torch.manual_seed(0)
+    net = diffusers.SD3ControlNetModel(
+        sample_size=8,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=None,
+        pooled_projection_dim=32,
+        pos_embed_max_size=None,
+        use_pos_embed=False,
+        force_zeros_for_pooled_projection=False,
+    )
+    path = saved_awake(net, tmp_path)
+    pipeline = diffusers.StableDiffusion3ControlNetPipeline.from_pretrained(tiny("sd35"), controlnet=net)
+    asked = {**ASKED, "control_image": picture(2)}
+    _, latents = stock(pipeline, **asked, num_inference_steps=3)
+    graph = sd3(tiny("sd35"), controlnet=path).to_graph()
+    _, ours = render(graph, **asked, num_steps=3, seed=5)
+    without, _ = render(graph, **asked, num_steps=3, seed=5, conditioning_scale=0.0)
+    assert torch.allclose(ours, latents, atol=1e-4) and not np.array_equal(ours, without)
+
+
 def embeds_of(tiny, prompt):
     return run_model(SD3TextEncoder(model_path=tiny("sd3")), prompt=prompt, max_sequence_length=24)
 
@@ -210,18 +254,20 @@ def test_halves_of_guidance_join_to_the_whole(tiny):
     assert torch.allclose(joined, whole, atol=2e-5) and not torch.allclose(cond, whole, atol=1e-3)
 
 
-def test_adapter(tiny):
+@pytest.mark.parametrize("text_encoders", [False, True])
+def test_adapter(tiny, text_encoders):
     """Merged weights: bit for bit those of the stock pipeline's `fuse_lora`, within 1e-5 of its live branch."""
+    path = tiny.lora("sd3", seed=1, text_encoders=text_encoders)
     pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny("sd3"))
-    pipeline.load_lora_weights(tiny.lora("sd3", seed=1), adapter_name="a")
+    pipeline.load_lora_weights(path, adapter_name="a")
     pipeline.set_adapters("a", 0.7)
     asked = {**ASKED, "guidance_scale": 3.0}
     _, live = stock(pipeline, **asked, num_inference_steps=3)
-    pipeline.fuse_lora(components=["transformer"], adapter_names=["a"])
+    pipeline.fuse_lora(components=pipeline._lora_loadable_modules, adapter_names=["a"])
     pipeline.unload_lora_weights()
     image, fused = stock(pipeline, **asked, num_inference_steps=3)
-    graph = sd3(tiny("sd3")).to_graph()
-    base, with_adapter, after = rendered_with_adapter(graph, tiny.lora("sd3", seed=1), 0.7, **asked)
+    graph = sd3(tiny("sd3"), loras=[LoRA(path, 0.7)]).to_graph()
+    base, with_adapter, after = rendered_with_adapters(graph, **asked)
     assert np.array_equal(with_adapter[0], image)
     assert torch.equal(with_adapter[1], fused) and torch.allclose(fused, live, atol=1e-5)
     assert torch.equal(base[1], after[1]) and not torch.allclose(base[1], fused, atol=0.1)
