@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 HOME_LANE = "home"
 
 
-def build_worker(pool_bytes: int, device: str, num_threads: int, wait_s: float, token: str | None) -> T2iWorker:
+def build_worker(
+    pool_bytes: int, device: str, num_threads: int, wait_s: float, token: str | None
+) -> T2iWorker:
     """What an actor holds. With a `token` other machines reach its store too."""
     import torch
 
@@ -70,6 +72,15 @@ async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> 
         if client is not None:
             client.post(body)
 
+    def lost(name: str, reason: str) -> None:
+        tell(ExecutorLost(name, reason))
+
+    def back(name: str) -> None:
+        tell(ExecutorBack(name))
+
+    def gone(name: str) -> None:
+        tell(ExecutorGone(name))
+
     starting = [
         asyncio.ensure_future(
             LastingExecutor.start(
@@ -82,9 +93,9 @@ async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> 
                 control_lane=f"{name}/io",
                 options=reservation.options(index),
                 limits=limits,
-                on_lost=lambda reason, name=name: tell(ExecutorLost(name, reason)),
-                on_back=lambda name=name: tell(ExecutorBack(name)),
-                on_gone=lambda name=name: tell(ExecutorGone(name)),
+                on_lost=partial(lost, name),
+                on_back=partial(back, name),
+                on_gone=partial(gone, name),
                 swept=partial(remove_leftovers, None),
             )
         )
@@ -109,9 +120,7 @@ async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> 
         await asyncio.to_thread(remove_leftovers, None)
 
     client = LocalWorkflows(
-        Coordinator(
-            [ExecutorSpec(name, name, config.weights_budget) for name in names], home_lane=HOME_LANE
-        ),
+        Coordinator([ExecutorSpec(name, name, config.weights_budget) for name in names], home_lane=HOME_LANE),
         executors,
         space,
         max_queued_requests=config.max_queued_requests,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from genserve.t2i import messages as m
 from genserve.t2i.graph import Carried, CarriedValue, Const, FromInput, FromLoop, FromNode, Loop, LoopIndex
-from genserve.t2i.reference import evaluate
 from tests.t2i.cluster import Cluster, graph_of, mix, out
 from tests.t2i.test_coordinator import Simulated
 
@@ -53,9 +52,13 @@ class Drawn:
     def loop(self, edges, loops, depth):
         rng, name = self.rng, self.fresh("loop")
         carried = [f"c{index}" for index in range(rng.randint(1, 2))]
-        inner = [*rng.sample(edges, min(2, len(edges))), *(Carried(name, each) for each in carried), LoopIndex(name)]
+        inner = [
+            *rng.sample(edges, min(2, len(edges))),
+            *(Carried(name, each) for each in carried),
+            LoopIndex(name),
+        ]
         items, after = self.body(inner, [*loops, name], depth + 1, rng.randint(1, 3))
-        made = [edge for edge in after[len(inner):]]
+        made = [edge for edge in after[len(inner) :]]
         return Loop(
             name,
             Const(rng.randint(0, 4 if depth == 0 else 2)),
@@ -107,7 +110,9 @@ def play(seed, num_requests=4, apart=True):
         else:
             kind, reason = run.gateway.errors[request_id]
             assert kind in ("Cancelled", "DeadlineExceeded") or (
-                kind == "ExecutionFailed" and (failing or killing) and ("twice" in reason or "3 times" in reason)
+                kind == "ExecutionFailed"
+                and (failing or killing)
+                and ("twice" in reason or "3 times" in reason)
             ), (kind, reason)
     run.assert_empty()
     return run

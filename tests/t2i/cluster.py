@@ -50,7 +50,15 @@ def mix(name, num_bytes=0, deferred=(), below=None, patches=(), **edges):
     params = {"name": name, **({} if below is None else {"below": below})}
     spec = ModelSpec(f"{__name__}:Mix", tuple(sorted(params.items())), f"mix-{name}-{num_bytes}", num_bytes)
     ports = tuple(InputPort(port, T, port in deferred) for port in edges)
-    return Node(name, spec, tuple(edges.items()), ports, (OutputPort("out", T if below is None else INT),), "", patches)
+    return Node(
+        name,
+        spec,
+        tuple(edges.items()),
+        ports,
+        (OutputPort("out", T if below is None else INT),),
+        "",
+        patches,
+    )
 
 
 def graph_of(*items, outputs, name="mixed", inputs=("seed", "x")):
@@ -58,9 +66,7 @@ def graph_of(*items, outputs, name="mixed", inputs=("seed", "x")):
         name,
         tuple(WorkflowInput(each, INT, REQUIRED) for each in inputs),
         items,
-        tuple(
-            WorkflowOutput(name, IMAGE if name == "image" else T, edge) for name, edge in outputs.items()
-        ),
+        tuple(WorkflowOutput(name, IMAGE if name == "image" else T, edge) for name, edge in outputs.items()),
     )
 
 
@@ -219,7 +225,9 @@ class Cluster:
             value = self.values[run.run_id, port]
             if port in task.keep:
                 space[run.run_id, port] = value
-                told[port] = value if inline else m.Stored(8, run.lane.partition("/")[0] if self.apart else None)
+                told[port] = (
+                    value if inline else m.Stored(8, run.lane.partition("/")[0] if self.apart else None)
+                )
             elif inline:
                 told[port] = value
         return m.Ran(told)
@@ -247,10 +255,18 @@ class Gateway:
                 self.post(m.Taken(body.request_id, (body.key,)))
             case m.Finished():
                 assert body.request_id not in self.results and body.request_id not in self.errors
-                keys = [value.key for image in body.outputs for value in image.values() if isinstance(value, m.Here)]
+                keys = [
+                    value.key
+                    for image in body.outputs
+                    for value in image.values()
+                    if isinstance(value, m.Here)
+                ]
                 self.results[body.request_id] = (
                     [
-                        {name: home[value.key] if isinstance(value, m.Here) else value for name, value in image.items()}
+                        {
+                            name: home[value.key] if isinstance(value, m.Here) else value
+                            for name, value in image.items()
+                        }
                         for image in body.outputs
                     ],
                     body.record,

@@ -8,7 +8,7 @@ import pytest
 
 from genserve.core.sim.simulator import Simulator
 from genserve.t2i import messages as m
-from genserve.t2i.graph import Const, FromInput, FromLoop, Patch
+from genserve.t2i.graph import Const, FromInput, Patch
 from genserve.t2i.reference import evaluate
 from tests.t2i.cluster import Cluster, Gateway, denoising, graph_of, mix, out
 
@@ -192,7 +192,10 @@ def patched(steps=6, load_s=1.0):
     adapter = Patch(replace(mix("lora").model), 0.5, out("load"))
     loop = graph.nodes[2]
     body = tuple(replace(node, patches=(adapter,)) if node.id == "predict" else node for node in loop.body)
-    return replace(graph, nodes=(mix("load", x=Const("file")), *graph.nodes[:2], replace(loop, body=body), *graph.nodes[3:]))
+    return replace(
+        graph,
+        nodes=(mix("load", x=Const("file")), *graph.nodes[:2], replace(loop, body=body), *graph.nodes[3:]),
+    )
 
 
 def asked_late(load_s, **fields):
@@ -223,7 +226,11 @@ def test_loops_without_iterations_and_counts_that_nodes_make():
     counted = denoising(out("count"), first=out("begin"), name="counted")
     counted = replace(
         counted,
-        nodes=(mix("count", below=5, x=FromInput("x")), mix("begin", below=3, y=FromInput("x")), *counted.nodes),
+        nodes=(
+            mix("count", below=5, x=FromInput("x")),
+            mix("begin", below=3, y=FromInput("x")),
+            *counted.nodes,
+        ),
     )
     run = Simulated(counted, denoising(Const(0), name="none"))
     for index in range(12):

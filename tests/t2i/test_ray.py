@@ -10,15 +10,18 @@ import time
 import pytest
 
 from genserve.core.tensors.store import remove_leftovers
-from genserve.t2i.request import Progress
-from tests.t2i.running import expected, request, result, runtime, same, settled, updates
-from tests.t2i.toys import Decode, Draw, Slow, diffusion
+from tests.t2i.running import expected, result, runtime, same, settled
+from tests.t2i.toys import diffusion
 
 pytestmark = pytest.mark.ray
 
 
 def pids(client):
-    return [executor.pid for lane, executor in client.executors.items() if lane.startswith("executor") and "/" not in lane]
+    return [
+        executor.pid
+        for lane, executor in client.executors.items()
+        if lane.startswith("executor") and "/" not in lane
+    ]
 
 
 def test_actors(ray_session):
@@ -37,7 +40,9 @@ def test_actors(ray_session):
         return got
 
     async def main():
-        async with runtime(plain, controlled, num_executors=2, executor="ray", tensor_pool=16 << 20) as client:
+        async with runtime(
+            plain, controlled, num_executors=2, executor="ray", tensor_pool=16 << 20
+        ) as client:
             got = await all_of_them(client)
             assert any(len(node["executors"]) > 1 for each in got for node in each.receipt["nodes"].values())
             await settled(client)
