@@ -19,6 +19,7 @@ from genserve import (
     cli_serve,
     cli_simulate,
     cli_t2i,
+    cli_t2i_graph,
     cli_text,
     cli_workers,
 )
@@ -72,6 +73,7 @@ app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_simulate.app, name="simulate")
 app.add_typer(cli_plan.app, name="plan")
 app.add_typer(cli_workers.app, name="workers")
+cli_t2i.app.command("graph")(cli_t2i_graph.graph)
 app.add_typer(cli_t2i.app, name="t2i")
 
 

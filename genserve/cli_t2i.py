@@ -124,7 +124,7 @@ def replay(
     overrides: Overrides = None,
     quiet: Quiet = False,
 ) -> None:
-    """Make the image of a receipt again, and say whether it is the same. Refused if a model is another."""
+    """Make the image of a receipt again and compare. Refused if a model is another."""
     import asyncio
 
     from genserve.core.server.pictures import decode, opaque

@@ -14,7 +14,7 @@ from genserve import cli_options as opt
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="List, add and drain the workers of a running server, or change their roles.",
+    help="See and change the workers of a running server.",
     rich_markup_mode=None,
 )
 
@@ -37,7 +37,7 @@ _URL = "http://127.0.0.1:8000"
 
 @app.callback()
 def workers() -> None:
-    """List, add and drain the workers of a running server, or change their roles."""
+    """See and change the workers of a running server."""
 
 
 @app.command("list")

@@ -96,8 +96,8 @@ def test_models():
     assert "Apache-2.0" in cli("models").stdout
     assert "packaged" in cli("models").stdout
     told = {model["name"]: model for model in json.loads(cli("models", "--json").stdout)}
-    assert list(told) == ["tiny-llada", "tiny-llama", "smollm2"]
-    assert [model["packaged"] for model in told.values()] == [True, True, False]
+    assert list(told) == ["tiny-llada", "tiny-llama", "tiny-sd3", "smollm2"]
+    assert [model["packaged"] for model in told.values()] == [True, True, True, False]
 
 
 def test_config_prints_what_serve_would_use(tmp_path):
@@ -121,7 +121,7 @@ def test_what_config_prints_is_a_config(tmp_path):
 
 def test_the_schema_describes_every_key():
     schema = json.loads(cli("config", "--schema").stdout)
-    models = [schema["$defs"][name]["properties"] for name in ("ArModel", "DllmModel")]
+    models = [schema["$defs"][name]["properties"] for name in ("ArModel", "DllmModel", "T2iModel")]
     keys = [item for part in (schema["properties"], *models) for item in part.items()]
     assert {"drain_timeout_s", "kv_pool", "threshold"} <= {name for name, _ in keys}
     assert [name for name, shown in keys if not shown.get("description")] == []
@@ -130,7 +130,7 @@ def test_the_schema_describes_every_key():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--model", "t2i:flux"], "no family 't2i'"),
+        (["serve", "--model", "video:wan"], "no family 'video'"),
         (["serve", "--model", "./nowhere.gguf", "--port", "0"], "no model './nowhere.gguf'"),
         (["serve", "--port", "99999"], "port"),
         (["serve", "--kv-pool", "lots"], "models.0.kv_pool"),

@@ -45,7 +45,7 @@ POLICIES = (
     *("t2i.dispatching", "t2i.endings", "t2i.recovery", "t2i.coordinator", "t2i.cost", "t2i.simulate"),
     *("t2i.ports", "t2i.graph", "t2i.model", "t2i.request", "t2i.typecheck", "t2i.values", "t2i.loop_source"),
     *("t2i.tracing", "t2i.rolling", "t2i.binding", "t2i.workflow", "t2i.emission", "t2i.inlining"),
-    *("t2i.verify", "t2i.serialize", "t2i.reference", "t2i.approx_cache"),
+    *("t2i.verify", "t2i.serialize", "t2i.reference", "t2i.approx_cache", "t2i.layout"),
     *("t2i.passes", "t2i.passes.fold_constants", "t2i.passes.common_subexpressions", "t2i.passes.dead_nodes"),
     *("t2i.passes.lora", "t2i.passes.cfg_split", "t2i.passes.step_cache", "t2i.passes.approximate_cache"),
 )

@@ -6,13 +6,15 @@ other modes and "-CONTROLNET" for each ControlNet. Composition only; what runs t
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from genserve.core.errors import ConfigError, InvalidRequest
+from genserve.core.models.registry import PACKAGED_MODELS, located
 from genserve.t2i.config import T2iConfig
 from genserve.t2i.graph import Graph
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from genserve.core.server.gateway import ServedWorkflows
     from genserve.t2i.client import LocalWorkflows
     from genserve.t2i.workflow import Workflow
+    from genserve.t2i.workflows.start import Mode
 
 # Of the model that is part of the package: what is served with it.
 _PACKAGED_CONTROLNETS = {"tiny-sd3": {"layout": "tiny-sd3-controlnet"}}
@@ -51,96 +54,51 @@ class Entry:
 
 
 def display_name(config: ImageModelConfig) -> str:
-    return config.name or _packaged_name(config.model) or Path(config.model).expanduser().resolve().name
-
-
-def model_path(model: str) -> str:
-    """Where a model, ControlNet or adapter is: the folder of one that is part of the package, else as it is named."""
-    folder = packaged_folder(model)
-    if folder is not None:
-        return str(folder)
-    path = Path(model).expanduser()
-    return str(path) if path.exists() else model
-
-
-def packaged_folder(name: str) -> Path | None:
-    """The folder of a model, ControlNet or adapter of the package."""
-    if not re.fullmatch(r"tiny-sd3[\w-]*", name):
-        return None
-    import genserve
-
-    folder = Path(genserve.__file__).parent / "builtin" / name
-    return folder if folder.is_dir() else None
+    """What clients call the model."""
+    if config.name or config.model in PACKAGED_MODELS:
+        return config.name or config.model
+    return Path(config.model).expanduser().resolve().name
 
 
 def loras_of(config: ImageModelConfig) -> dict[str, str]:
     """The adapters that requests may name, and where they are."""
-    own = {
-        name: adapter
-        for name, adapter in _PACKAGED_LORAS.get(config.model, {}).items()
-        if packaged_folder(adapter) is not None
-    }
-    return {name: model_path(adapter) for name, adapter in {**own, **config.loras}.items()}
+    return {**_PACKAGED_LORAS.get(config.model, {}), **config.loras}
 
 
 def entries(config: ImageModelConfig) -> list[Entry]:
     """Every workflow of the model, and those of its files. Raises `ConfigError`."""
-    from genserve.t2i import workflows
-    from genserve.t2i.models.checkpoint import denoiser_config, read_config
-    from genserve.t2i.workflows.limits import family_of
+    from genserve.t2i.files import load_workflows
+    from genserve.t2i.models.checkpoint import denoiser_config
+    from genserve.t2i.workflows import FAMILIES, family_of
 
-    path, name = model_path(config.model), _identifier(display_name(config))
-    if Path(path).is_dir() and not read_config(path, "model_index.json"):
-        raise ConfigError(f"{config.model}: a folder without model_index.json is no diffusers model")
+    path, name = os.path.expanduser(config.model), _identifier(display_name(config))
+    if path in PACKAGED_MODELS and not Path(located(path)).is_dir():
+        raise ConfigError(f"{path}: the installed package lacks its folder {located(path)}")
     try:
         family = family_of(path)
     except InvalidRequest as error:
         raise ConfigError(f"{config.model}: {error.message}") from error
-    make = getattr(workflows, family)
+    make = FAMILIES[family]
     what = {"text": "An image from a prompt.", "image": "An image from an image and a prompt.",
             "inpaint": "An image, in part made anew."}  # fmt: skip
     only_inpaints = denoiser_config(path).get("in_channels") == _INPAINTING_CHANNELS
     found = []
-    for mode in ("inpaint",) if only_inpaints else ("text", "image", "inpaint"):
+    modes: tuple[Mode, ...] = ("inpaint",) if only_inpaints else ("text", "image", "inpaint")
+    for mode in modes:
         made = make(path, mode=mode)
         made.name = name if mode == "text" else f"{name}-{mode}"
         found.append(Entry(made, family, what[mode], path))
-    own = {
-        control: folder
-        for control, folder in _PACKAGED_CONTROLNETS.get(config.model, {}).items()
-        if packaged_folder(folder) is not None
-    }
-    for control, folder in {**own, **config.controlnets}.items():
-        made = make(path, controlnet=model_path(folder))
+    for control, folder in {**_PACKAGED_CONTROLNETS.get(path, {}), **config.controlnets}.items():
+        made = make(path, controlnet=folder)
         made.name = f"{name}-{_identifier(control)}"
         found.append(Entry(made, family, f"An image from a prompt and a control image ({control}).", path))
     for file in config.workflows:
-        found.extend(Entry(workflow, "workflow") for workflow in read_workflows(file))
+        found.extend(Entry(workflow, "workflow") for workflow in load_workflows(file))
     names = [entry.workflow.name for entry in found]
     twice = {each for each in names if names.count(each) > 1}
     if twice:
         raise ConfigError(f"{display_name(config)}: two workflows are called {', '.join(sorted(twice))}")
     return found
-
-
-def read_workflows(file: str) -> Iterator[Workflow]:
-    """The workflows of a JSON file, or all those that a Python file leaves in its names."""
-    from genserve.t2i.workflow import Workflow
-
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"workflows: no file {file}")
-    if path.suffix == ".json":
-        yield Workflow.from_json(path.read_text())
-        return
-    if path.suffix != ".py":
-        raise ConfigError(f"workflows: {file} is neither a .json nor a .py file")
-    from genserve.t2i.python_file import names_of
-
-    found = {id(value): value for value in names_of(path).values() if isinstance(value, Workflow)}
-    if not found:
-        raise ConfigError(f"workflows: {file} makes no workflow at its top level")
-    yield from found.values()
 
 
 async def start_client(config: ImageModelConfig) -> LocalWorkflows:
@@ -162,7 +120,7 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
 def register(client: LocalWorkflows, config: ImageModelConfig, entry: Entry) -> None:
     """Let requests name the entry's workflow."""
     from genserve.t2i.registration import registered
-    from genserve.t2i.workflows.limits import check, limits
+    from genserve.t2i.workflows import check, limits
 
     path = entry.model_path
     if path is None:
@@ -208,10 +166,6 @@ def identities(graph: Graph) -> dict[str, str]:
     from genserve.t2i.graph import walk
 
     return {node.id: node.model.identity for node in walk(graph.nodes) if node.model.identity}
-
-
-def _packaged_name(model: str) -> str | None:
-    return model if packaged_folder(model) is not None else None
 
 
 def _identifier(name: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from genserve.core.errors import ConfigError, ModelNotFound
-from genserve.core.models.registry import cache_dir
+from genserve.core.models.registry import BUILTIN_MODELS, cache_dir, located
 from genserve.t2i.graph import Graph, Loop, ModelSpec, Node
 from genserve.t2i.model import Model, model_class
 
@@ -75,7 +75,11 @@ def identify(spec: ModelSpec) -> ModelSpec:
 
 def _files(model_path: str, parts: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
     """(name, path) of the files of these parts, folders or files in `model_path`; "" is its own files."""
-    folder = Path(model_path).expanduser()
+    folder = Path(located(model_path)).expanduser()
+    if model_path in BUILTIN_MODELS:
+        from genserve.core.models.fetch import fetch
+
+        folder = fetch(model_path)
     if folder.is_file():
         yield "", folder
         return
@@ -96,7 +100,7 @@ def _fetched(model_path: str, parts: tuple[str, ...]) -> Path:
         raise ModelNotFound(f"model_path: no file or folder {model_path}, and it is no hub id")
     from huggingface_hub import snapshot_download
 
-    patterns = [f"{part}/*" if part else "*" for part in parts]
+    patterns = [name for part in parts for name in ((part, f"{part}/*") if part else ("*",))]
     try:
         return Path(snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:  # many kinds: offline, no such repository, no access

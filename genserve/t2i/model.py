@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from genserve.core.errors import ConfigError
+from genserve.core.models.registry import located
 from genserve.t2i.ports import REQUIRED, CfgPorts, InputPort, OutputPort, port_type
 
 
@@ -82,6 +83,12 @@ class Model:
 
     def setup_io(self) -> None:
         raise NotImplementedError
+
+    @property
+    def location(self) -> str | None:
+        """`model_path`, or the folder of the packaged model that it names: what `load` gets."""
+        path = self.params.get("model_path")
+        return None if path is None else located(str(path))
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         """The loaded parts, shared by all nodes of equal identity; nothing for a model without weights."""

@@ -117,7 +117,7 @@ class _Interpreter:
         model = self._models.get(node.id)
         if model is None:
             model = self._models[node.id] = make_model(node.model)
-        path = model.params.get("model_path")
+        path = model.location
         key = (*map(repr, model.loading(model.params)), path)
         if key not in self._loaded:
             self._loaded[key] = model.load(path, self._device)

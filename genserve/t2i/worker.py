@@ -209,7 +209,7 @@ class T2iWorker:
 
     def _loaded(self, model: Model) -> Weights:
         with _LOADING, torch.no_grad():
-            return Weights(model.load(model.params.get("model_path"), self._device))
+            return Weights(model.load(model.location, self._device))
 
     def _patch(self, weights: Weights, run: RunTask) -> None:
         """Have exactly `run.patches` on the model's weights."""

@@ -106,6 +106,17 @@ PACKAGED_MODELS: dict[str, PackagedModel] = {
 }
 
 
+# Parts of packaged models, which are no models themselves.
+PACKAGED_PARTS = ("tiny-sd3-controlnet", "tiny-sd3-lora-outline")
+
+
+def located(path: str) -> str:
+    """Where a packaged model, or a part of one, is; any other path or hub id as it is."""
+    if path in PACKAGED_MODELS or path in PACKAGED_PARTS:
+        return str(Path(__file__).parents[2] / "builtin" / path)
+    return path
+
+
 def builtin_names() -> list[str]:
     """Names of all built-in models, packaged ones first."""
     return [*PACKAGED_MODELS, *BUILTIN_MODELS]

@@ -11,10 +11,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from genserve.core.models.registry import located
+
+SIZES = ("vae/config.json", "transformer/config.json", "unet/config.json")
+"""What tells how large latents are; for `Model.content`."""
+
 
 def find_file(model_path: str, name: str) -> Path | None:
     """The local path of a file of the checkpoint, fetched from the hub where `model_path` is an id; None: it has none."""
-    folder = Path(model_path)
+    folder = Path(located(model_path))
     if folder.is_dir():
         path = folder / name
         return path if path.is_file() else None

@@ -13,6 +13,7 @@ from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
+from genserve.t2i.models.step_cache import THRESHOLD, StepCache
 from genserve.t2i.models.text import EMBEDS, TextEncoder, embeds, load_encoder
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensor, tensors
@@ -64,11 +65,14 @@ class Flux(Model):
 
     `residuals` and `single_residuals`, a ControlNet's, are fetched by the blocks that add them. `repeat_residuals`:
     they are added in turn rather than each to a run of blocks (XLabs' ControlNets). With negative embeddings and a
-    `true_cfg_scale` above 1 there is a second call, and guidance between the two.
+    `true_cfg_scale` above 1 there is a second call, and guidance between the two. With the
+    parameter `step_cache_threshold` there is a second output, `step_cache`, for a loop to carry: see its module.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
+    load_params: ClassVar[tuple[str, ...] | None] = ("dtype",)
     takes_loras: ClassVar[bool] = True
+    step_cache_ports: ClassVar[tuple[str, ...]] = ("step_cache",)
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),
@@ -89,11 +93,15 @@ class Flux(Model):
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
+        if self.params.get(THRESHOLD) is not None:
+            self.add_input("step_cache", tensors(), default=None)
+            self.add_output("step_cache", tensors())
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """As any call, but that both outputs of a ControlNet may be given as one."""
         if len(args) == 3:
-            args, inputs["residuals"] = args[:2], args[2]
+            *args_before, inputs["residuals"] = args
+            args = tuple(args_before)
         if isinstance(inputs.get("residuals"), tuple):
             inputs["residuals"], inputs["single_residuals"] = inputs["residuals"]
         return super().__call__(*args, **inputs)
@@ -122,6 +130,7 @@ class Flux(Model):
         repeat_residuals: bool = False,
         step: int = 0,
         num_steps: int | None = None,
+        step_cache: Sequence[torch.Tensor] | None = None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         transformer = model_components["transformer"]
@@ -130,11 +139,18 @@ class Flux(Model):
             "controlnet_single_block_samples": single_residuals or None,
             "controlnet_blocks_repeat": repeat_residuals,
         }
-        noise_pred = transformer(**common, **_text_inputs(prompt_embeds))[0]
+        threshold, states = self.params.get(THRESHOLD) or 0.0, step_cache or []
+        half = len(states) if negative_prompt_embeds is None or true_cfg_scale <= 1 else len(states) // 2
+        cached = StepCache(states[:half], threshold)
+        noise_pred = cached.view(transformer)(**common, **_text_inputs(prompt_embeds))[0]
+        state = cached.state
         if negative_prompt_embeds is not None and true_cfg_scale > 1:
-            negative = transformer(**common, **_text_inputs(negative_prompt_embeds))[0]
+            cached = StepCache(states[half:], threshold)
+            negative = cached.view(transformer)(**common, **_text_inputs(negative_prompt_embeds))[0]
             noise_pred = guide(noise_pred, negative, true_cfg_scale)
-        return {"noise_pred": unpack(noise_pred, *latents.shape[-2:])}
+            state = [*state, *cached.state]
+        outputs = {"noise_pred": unpack(noise_pred, *latents.shape[-2:]), "step_cache": state}
+        return {port.name: outputs[port.name] for port in self.output_ports}
 
 
 class FluxControlNet(Model):

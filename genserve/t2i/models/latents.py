@@ -7,7 +7,7 @@ generator, so that an image doesn't depend on the device, in the order in which 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.t2i.model import Model
 from genserve.t2i.models import schedule as schedules
@@ -33,6 +33,8 @@ def normal(shape: Sequence[int], seed: int, draw: int = 0, dtype: torch.dtype | 
 
 class _OnDevice(Model):
     """A node without weights which makes tensors: on its worker's device."""
+
+    content: ClassVar[tuple[str, ...]] = ("vae/config.json",)
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         return {"device": device}

@@ -13,11 +13,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.core.errors import InvalidRequest
 from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import (
+    SIZES,
     denoiser_config,
     find_file,
     is_flux,
@@ -267,6 +268,8 @@ class Schedule(Model):
     image-to-image begins at (0 without `strength`).
     """
 
+    content: ClassVar[tuple[str, ...]] = ("scheduler/scheduler_config.json", *SIZES)
+
     def setup_io(self) -> None:
         self.add_input("num_steps", int)
         self.add_input("height", int, default=None)
@@ -319,6 +322,8 @@ take_step = step  # nodes have a port named `step`
 class Denoise(Model):
     """One step of a solver that needs nothing of the steps before it: flow-matching Euler, Euler, DDIM."""
 
+    content: ClassVar[tuple[str, ...]] = ("scheduler/scheduler_config.json", *SIZES)
+
     def setup_io(self) -> None:
         self.add_input("noise_pred", tensor())
         self.add_input("latents", tensor())
@@ -349,6 +354,8 @@ class Denoise(Model):
 
 class MultistepDenoise(Model):
     """One step of any solver; `history` is what a loop carries from step to step, absent at the first."""
+
+    content: ClassVar[tuple[str, ...]] = ("scheduler/scheduler_config.json", *SIZES)
 
     def setup_io(self) -> None:
         self.add_input("noise_pred", tensor())

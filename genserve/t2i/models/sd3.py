@@ -16,6 +16,7 @@ from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.lazy import map_tensors
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
+from genserve.t2i.models.step_cache import THRESHOLD, StepCache
 from genserve.t2i.models.text import EMBEDS, TextEncoder, Tokenizer, embeds, load_encoder
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensors
 
@@ -30,6 +31,12 @@ class SD3TextEncoder(TextEncoder):
     """Two CLIP encoders and a T5 (which a checkpoint may lack: zeros stand for it)."""
 
     weights: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    content: ClassVar[tuple[str, ...]] = (
+        "tokenizer",
+        "tokenizer_2",
+        "tokenizer_3",
+        "transformer/config.json",
+    )
 
     def setup_io(self) -> None:
         self.add_input("prompt", str)
@@ -92,11 +99,14 @@ def _clip(
 class SD3Transformer(Model):
     """Predicts the velocity of latents. With negative embeddings and a scale above 1, one batch of both and guidance.
 
-    `residuals`, a ControlNet's, are fetched by the blocks that add them. `branch`: see `CfgPorts`.
+    `residuals`, a ControlNet's, are fetched by the blocks that add them. `branch`: see `CfgPorts`. With the
+    parameter `step_cache_threshold` there is a second output, `step_cache`, for a loop to carry: see its module.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
+    load_params: ClassVar[tuple[str, ...] | None] = ("dtype",)
     takes_loras: ClassVar[bool] = True
+    step_cache_ports: ClassVar[tuple[str, ...]] = ("step_cache",)
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),
@@ -116,6 +126,9 @@ class SD3Transformer(Model):
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
+        if self.params.get(THRESHOLD) is not None:
+            self.add_input("step_cache", tensors(), default=None)
+            self.add_output("step_cache", tensors())
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
@@ -137,12 +150,14 @@ class SD3Transformer(Model):
         branch: int | None = None,
         step: int = 0,
         num_steps: int | None = None,
+        step_cache: Sequence[torch.Tensor] | None = None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         batch = guided_batch(latents, prompt_embeds, negative_prompt_embeds, guidance_scale)
         if residuals is not None and branch is not None:
             residuals = map_tensors(residuals, lambda pair: own_row(pair, branch))
-        noise_pred = model_components["transformer"](
+        cached = StepCache(step_cache, self.params.get(THRESHOLD) or 0.0)
+        noise_pred = cached.view(model_components["transformer"])(
             hidden_states=batch.latents,
             timestep=timestep(schedule, step).to(latents.device).expand(batch.latents.shape[0]),
             encoder_hidden_states=batch.sequence,
@@ -153,7 +168,8 @@ class SD3Transformer(Model):
         if batch.is_guided:
             uncond, cond = noise_pred.chunk(2)
             noise_pred = guide(cond, uncond, guidance_scale)
-        return {"noise_pred": noise_pred}
+        outputs: dict[str, Any] = {"noise_pred": noise_pred, "step_cache": cached.state}
+        return {port.name: outputs[port.name] for port in self.output_ports}
 
 
 class SD3ControlNet(Model):

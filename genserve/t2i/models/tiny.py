@@ -17,7 +17,11 @@ TINY_FAMILIES = ("sd15", "sd15-inpaint", "sdxl", "sd3", "sd35", "flux", "flux-sc
 
 _SAMPLE_SIZE = 8
 """Latents are this wide by default: pictures of 64 x 64."""
-_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+_NOISING = {
+    **{"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "trained_betas": None},
+    **{"clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1},
+}
+"""As the files of the real models say it: with fields of other solvers, which a change of the solver then finds."""
 
 
 def build_tiny(family: str, folder: str | Path, seed: int = 0) -> Path:
@@ -287,7 +291,7 @@ def _sd15(family: str) -> Any:
         vae=_vae(scaling_factor=0.18215),
         text_encoder=_clip(projected=False),
         tokenizer=_clip_tokenizer(),
-        scheduler=PNDMScheduler(**_BETAS, set_alpha_to_one=False, skip_prk_steps=True, steps_offset=1),
+        scheduler=PNDMScheduler.from_config(_NOISING),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -304,7 +308,7 @@ def _sdxl(family: str) -> Any:
         text_encoder_2=_clip(projected=True),
         tokenizer=_clip_tokenizer(),
         tokenizer_2=_clip_tokenizer(pad="!"),
-        scheduler=EulerDiscreteScheduler(**_BETAS, timestep_spacing="leading", steps_offset=1),
+        scheduler=EulerDiscreteScheduler.from_config({**_NOISING, "timestep_spacing": "leading"}),
     )
 
 

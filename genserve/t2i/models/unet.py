@@ -202,7 +202,8 @@ def control(
         inputs,
         timestep(schedule, step),
         encoder_hidden_states=sequence,
-        controlnet_cond=control.expand(inputs.shape[0], -1, -1, -1),
+        # Convolutions of another memory format round differently.
+        controlnet_cond=torch.cat([control.contiguous()] * inputs.shape[0]),
         conditioning_scale=control_scale(
             conditioning_scale, step - first, (num_steps or 1) - first, guidance_start, guidance_end
         ),
