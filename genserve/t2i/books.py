@@ -15,6 +15,7 @@ from genserve.t2i.instance import Outline, Task, Value
 from genserve.t2i.job import Job
 from genserve.t2i.ledger import ExecutorState, Flight, Ledger
 from genserve.t2i.messages import ModelCode
+from genserve.t2i.scheduler import ReadyTask
 
 HOME = "home"
 
@@ -39,6 +40,16 @@ class HomeRun:
     needed: bool
 
 
+@dataclass(slots=True)
+class Ready:
+    """A task whose eager inputs are there or on their way; `only`: the one executor it can go to. `view` is what the
+    policy sees, once made."""
+
+    task: Task
+    only: str | None
+    view: ReadyTask | None = None
+
+
 class Books:
     """See `Coordinator` for the arguments. `runs` and `ready` are by run id and task id."""
 
@@ -53,7 +64,7 @@ class Books:
         self.workflows: dict[str, Outline] = {}
         self.codes: dict[str, ModelCode] = {}
         self.jobs: dict[str, Job] = {}
-        self.ready: dict[int, tuple[Task, str | None]] = {}  # with the one executor it can go to
+        self.ready: dict[int, Ready] = {}
         self.runs: dict[int, Task | HomeRun | None] = {}
         self.task_ids, self.run_ids, self.orders = count(), count(1), count()
         self.effects: list[Effect] = []
@@ -74,7 +85,7 @@ class Books:
         if only is None:
             self.ready.pop(task.id, None)
         else:
-            self.ready[task.id] = task, only or None
+            self.ready[task.id] = Ready(task, only or None)
             self.news = True
 
     def _where(self, task: Task) -> str | None:

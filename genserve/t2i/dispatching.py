@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from genserve.core.control import Run
-from genserve.t2i.books import HOME, Books
+from genserve.t2i.books import HOME, Books, Ready
 from genserve.t2i.instance import Task, Value, code_name
 from genserve.t2i.ledger import ExecutorState, Flight, input_bytes
 from genserve.t2i.messages import (
@@ -37,35 +37,25 @@ class Dispatching:
             books.news = False
             view = self._view(now)
             for assignment in self._policy.plan(view) if view.tasks and view.executors else ():
-                task, only = books.ready.pop(assignment.task)
+                ready = books.ready.pop(assignment.task)
                 executor = books.executors[assignment.executor]
-                if only is not None and only != executor.name:
-                    raise ValueError(f"the policy sent {task} to {executor.name}; its inputs are on {only}")
-                self._dispatch(task, executor)
+                if ready.only is not None and ready.only != executor.name:
+                    raise ValueError(
+                        f"the policy sent {ready.task} to {executor.name}; its inputs are on {ready.only}"
+                    )
+                self._dispatch(ready.task, executor)
 
     def _view(self, now: float) -> View:
         tasks: list[ReadyTask] = []
         seen: set[int] = set()
-        for task, only in sorted(self._books.ready.values(), key=_by_order):
-            after = self._makers_to_come(task, seen) if task.deferred else []
+        for ready in sorted(self._books.ready.values(), key=_by_order):
+            after = self._makers_to_come(ready.task, seen) if ready.task.deferred else ()
             if after is None:
                 continue
-            seen.add(task.id)
-            model = task.node.model
-            tasks.append(
-                ReadyTask(
-                    task.id,
-                    task.job.order,
-                    task.depth,
-                    task.job.outline.weights[task.node.id],
-                    model.num_bytes,
-                    only,
-                    tuple(after),
-                    input_bytes(task.eager),
-                    tuple(task.where_failed),
-                    task.node.id in task.job.outline.adapters,
-                )
-            )
+            seen.add(ready.task.id)
+            if ready.view is None or ready.view.after != after:
+                ready.view = _seen(ready, after)
+            tasks.append(ready.view)
         executors = tuple(
             ExecutorView(e.name, e.space, dict(e.models), e.budget_bytes, e.num_tasks)
             for e in self._books.executors.values()
@@ -73,7 +63,7 @@ class Dispatching:
         )
         return View(now, tuple(tasks), executors, self._books.num_ahead)
 
-    def _makers_to_come(self, task: Task, ready: set[int]) -> list[int] | None:
+    def _makers_to_come(self, task: Task, ready: set[int]) -> tuple[int, ...] | None:
         """Tasks that make its deferred inputs and have yet to be dispatched; None if one of them isn't `ready`."""
         after = []
         for value in task.deferred:
@@ -86,7 +76,7 @@ class Dispatching:
                 after.append(producer.id)
             elif value.port not in producer.flight.keep or producer.flight.given_up:
                 return None
-        return after
+        return tuple(after)
 
     def _dispatch(self, task: Task, executor: ExecutorState) -> None:
         job = task.job
@@ -214,6 +204,23 @@ class Dispatching:
                 self._books.ledger.take_released(space)
 
 
-def _by_order(entry: tuple[Task, str | None]) -> tuple[int, int, int]:
-    task = entry[0]
+def _seen(ready: Ready, after: tuple[int, ...]) -> ReadyTask:
+    task = ready.task
+    outline, model = task.job.outline, task.node.model
+    return ReadyTask(
+        task.id,
+        task.job.order,
+        task.depth,
+        outline.weights[task.node.id],
+        model.num_bytes,
+        ready.only,
+        after,
+        input_bytes(task.eager),
+        tuple(task.where_failed),
+        task.node.id in outline.adapters,
+    )
+
+
+def _by_order(ready: Ready) -> tuple[int, int, int]:
+    task = ready.task
     return task.job.order, task.depth, task.id

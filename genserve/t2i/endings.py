@@ -137,7 +137,7 @@ class Endings:
                     runs.setdefault(flight.executor.io_lane, []).append(run_id)
         for lane, run_ids in runs.items():
             self._books.aside(lane, GIVE_UP, GiveUp(tuple(run_ids)))
-        for task_id in [task_id for task_id, (task, _) in self._books.ready.items() if task.job is job]:
+        for task_id in [task_id for task_id, ready in self._books.ready.items() if ready.task.job is job]:
             del self._books.ready[task_id]
         job.ending = job.ending or job.finished
 

@@ -100,7 +100,9 @@ class Job:
 
     def adapters_on(self, task: Task) -> bool | None:
         """Whether the task runs with its late adapters if it is dispatched now; None: it has to wait."""
-        there = all(adapter[0].task.state == "done" for adapter in task.adapters if adapter[0].task is not None)
+        there = all(
+            adapter[0].task.state == "done" for adapter in task.adapters if adapter[0].task is not None
+        )
         wanted = self._wants_adapters(task, there)
         return False if wanted is False else (True if there else None)
 
