@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
 
+from genserve.t2i.config import T2iConfig
 from genserve.t2i.registration import registered
 from genserve.t2i.request import LoraUse
 from genserve.t2i.serve import start
-from genserve.t2i.config import T2iConfig
 from genserve.t2i.workflows import sd3
 from tests.t2i.models.driver import picture, render, rendered_with_adapter
 from tests.t2i.running import result, settled

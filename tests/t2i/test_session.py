@@ -14,7 +14,12 @@ from tests.t2i.toys import diffusion
 def test_run_submit_cancel_and_bad_input():
     workflow, slow = diffusion(), diffusion("slow", sleep_s=0.01)
     with Session(num_threads=1) as session:
-        assert [each.name for each in session.register(workflow).inputs] == ["prompt", "seed", "steps", "size"]
+        assert [each.name for each in session.register(workflow).inputs] == [
+            "prompt",
+            "seed",
+            "steps",
+            "size",
+        ]
         session.register(slow)
         heard = []
         made = session.run("toy", prompt="x", seed=4, on_update=heard.append)
