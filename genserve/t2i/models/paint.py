@@ -77,6 +77,8 @@ class PaintStart(Model):
     start is noise alone. `draw` is how many tensors have been drawn from the seed's generator after this.
     """
 
+    content: ClassVar[tuple[str, ...]] = ("unet/config.json",)
+
     def setup_io(self) -> None:
         self.add_input("image_latents", LATENTS)
         self.add_input("seed", int)

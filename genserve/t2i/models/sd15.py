@@ -15,6 +15,7 @@ class SD15TextEncoder(TextEncoder):
     """One CLIP encoder. The UNet sees its last hidden states; the pooled vector is for whoever compares prompts."""
 
     weights: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    takes_loras: ClassVar[bool] = True
 
     def setup_io(self) -> None:
         self.add_input("prompt", str)
@@ -41,6 +42,7 @@ class SD15UNet(Model):
     one batch of both and guidance. `paint`: see `PaintInputs`. `branch`: see `CfgPorts`."""
 
     weights: ClassVar[tuple[str, ...]] = ("unet",)
+    takes_loras: ClassVar[bool] = True
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds",),
         unconditional=("negative_prompt_embeds",),

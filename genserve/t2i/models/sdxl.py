@@ -24,6 +24,8 @@ class SDXLTextEncoder(TextEncoder):
     """Two CLIP encoders. No prompt at all (None, as against "") gives zeros, where the checkpoint is so configured."""
 
     weights: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
+    content: ClassVar[tuple[str, ...]] = (*TextEncoder.content, "model_index.json")
+    takes_loras: ClassVar[bool] = True
 
     def setup_io(self) -> None:
         self.add_input("prompt", str, default=None)
@@ -101,6 +103,8 @@ class SDXLUNet(Model):
     one batch of both and guidance. `sizes`: see `SDXLSizes`; `negative_sizes` are the same by default."""
 
     weights: ClassVar[tuple[str, ...]] = ("unet",)
+    content: ClassVar[tuple[str, ...]] = ("vae/config.json",)
+    takes_loras: ClassVar[bool] = True
     cfg: ClassVar[CfgPorts] = CfgPorts(
         conditional=("prompt_embeds", "sizes"),
         unconditional=("negative_prompt_embeds", "negative_sizes"),

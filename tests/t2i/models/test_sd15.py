@@ -25,7 +25,7 @@ IMAGE = "StableDiffusionImg2ImgPipeline"
 INPAINT = "StableDiffusionInpaintPipeline"
 CONTROL = "StableDiffusionControlNetPipeline"
 PROMPT: dict[str, Any] = {"prompt": "a red circle", "negative_prompt": "a blue square"}
-SIZE = {"height": 32, "width": 48}
+SIZE: dict[str, Any] = {"height": 32, "width": 48}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_image_to_image(
     encoded = run_model(
         VAE(model_path=tiny("sd15")), image=pixels(picture()), mode="encode", **square, seed=3
     ).contiguous()
-    options = {**PROMPT, "strength": strength, "num_inference_steps": 5}
+    options: dict[str, Any] = {**PROMPT, "strength": strength, "num_inference_steps": 5}
     assert made == theirs(IMAGE, 3, solver, drawn=(1, 4, 8, 8), image=encoded, **options)
     # From a PIL image the pipeline computes in another memory format, whose convolutions round differently.
     assert made.distance(theirs(IMAGE, 3, solver, image=picture(), **options)) < 5e-5
@@ -161,7 +161,7 @@ def test_controlnet(
 
 def test_adapters(tiny: TinyFolders, theirs: Theirs) -> None:
     ours, workflow = Ours(), sd15(tiny("sd15"))
-    inputs = {**PROMPT, **SIZE, "seed": 3, "num_steps": 3}
+    inputs: dict[str, Any] = {**PROMPT, **SIZE, "seed": 3, "num_steps": 3}
     plain = ours(workflow, **inputs)
     folder = tiny.lora("sd15", alpha=8, text_encoders=True)
     adapter = read_adapter(folder)
@@ -182,7 +182,7 @@ def test_adapters(tiny: TinyFolders, theirs: Theirs) -> None:
 def fuse(theirs: Theirs, folder: str, scale: float) -> None:
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline(**theirs.parts, requires_safety_checker=False)
+    pipeline: Any = StableDiffusionPipeline(**theirs.parts, requires_safety_checker=False)
     pipeline.load_lora_weights(folder, adapter_name="a")
     pipeline.set_adapters(["a"], [scale])
     pipeline.fuse_lora(components=["unet", "text_encoder"], adapter_names=["a"])

@@ -27,7 +27,7 @@ IMAGE = "StableDiffusionXLImg2ImgPipeline"
 INPAINT = "StableDiffusionXLInpaintPipeline"
 CONTROL = "StableDiffusionXLControlNetPipeline"
 PROMPT: dict[str, Any] = {"prompt": "a red circle", "negative_prompt": "a blue square"}
-SIZE = {"height": 32, "width": 48}
+SIZE: dict[str, Any] = {"height": 32, "width": 48}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def test_no_negative_prompt_is_not_an_empty_one(tiny: TinyFolders) -> None:
 
 
 def test_sizes_that_the_model_is_told(tiny: TinyFolders, ours: Ours, theirs: Theirs) -> None:
-    inputs = {**PROMPT, **SIZE}
-    told = {"original_height": 512, "original_width": 256, "crop_top": 32, "crop_left": 8}
+    inputs: dict[str, Any] = {**PROMPT, **SIZE}
+    told: dict[str, Any] = {"original_height": 512, "original_width": 256, "crop_top": 32, "crop_left": 8}
     made = ours(sdxl(tiny("sdxl")), **inputs, **told, seed=3, num_steps=3)
     assert made == theirs(
         TEXT, 3, **inputs, num_inference_steps=3, original_size=(512, 256), crops_coords_top_left=(32, 8)
@@ -105,7 +105,7 @@ def test_image_to_image(tiny: TinyFolders, ours: Ours, theirs: Theirs) -> None:
     encoded = run_model(
         VAE(model_path=tiny("sdxl")), image=pixels(picture()), mode="encode", **square, seed=3
     ).contiguous()
-    options = {**PROMPT, "strength": 0.6, "num_inference_steps": 5, "guidance_scale": 5.0}
+    options: dict[str, Any] = {**PROMPT, "strength": 0.6, "num_inference_steps": 5, "guidance_scale": 5.0}
     assert made == theirs(IMAGE, 3, drawn=(1, 4, 8, 8), image=encoded, **options)
     # From a PIL image the pipeline computes in another memory format, whose convolutions round differently.
     assert made.distance(theirs(IMAGE, 3, image=picture(), **options)) < 5e-5
@@ -113,7 +113,13 @@ def test_image_to_image(tiny: TinyFolders, ours: Ours, theirs: Theirs) -> None:
 
 @pytest.mark.parametrize("strength", [0.6, 1.0])
 def test_inpainting(tiny: TinyFolders, ours: Ours, theirs: Theirs, strength: float) -> None:
-    inputs = {**PROMPT, **SIZE, "strength": strength, "guidance_scale": 5.0, "image": picture()}
+    inputs: dict[str, Any] = {
+        **PROMPT,
+        **SIZE,
+        "strength": strength,
+        "guidance_scale": 5.0,
+        "image": picture(),
+    }
     made = ours(sdxl(tiny("sdxl"), mode="inpaint"), **inputs, seed=3, num_steps=4, mask=mask())
     assert made == theirs(INPAINT, 3, **inputs, num_inference_steps=4, mask_image=mask())
 
@@ -122,9 +128,9 @@ def test_inpainting(tiny: TinyFolders, ours: Ours, theirs: Theirs, strength: flo
 def test_controlnet(tiny: TinyFolders, ours: Ours, theirs: Theirs, guess_mode: bool) -> None:
     from diffusers import ControlNetModel
 
-    inputs = {**PROMPT, **SIZE, "guidance_scale": 5.0, "guess_mode": guess_mode}
+    inputs: dict[str, Any] = {**PROMPT, **SIZE, "guidance_scale": 5.0, "guess_mode": guess_mode}
     workflow = sdxl(tiny("sdxl"), controlnet=tiny.controlnet("sdxl"))
-    control = {"control_image": picture(1), "conditioning_scale": 0.8, "control_end": 0.7}
+    control: dict[str, Any] = {"control_image": picture(1), "conditioning_scale": 0.8, "control_end": 0.7}
     made = ours(workflow, **inputs, **control, seed=3, num_steps=3)
     assert made == theirs(
         CONTROL,
@@ -143,7 +149,7 @@ def test_adapters(tiny: TinyFolders) -> None:
     from diffusers import StableDiffusionXLPipeline
 
     ours, workflow = Ours(), sdxl(tiny("sdxl"))
-    inputs = {**PROMPT, **SIZE, "guidance_scale": 5.0}
+    inputs: dict[str, Any] = {**PROMPT, **SIZE, "guidance_scale": 5.0}
     plain = ours(workflow, **inputs, seed=3, num_steps=3)
     folder = tiny.lora("sdxl", alpha=8, text_encoders=True)
     patchers = {name: Patcher() for name in ("text_encoder_2", "unet")}
@@ -155,7 +161,7 @@ def test_adapters(tiny: TinyFolders) -> None:
     assert ours(workflow, **inputs, seed=3, num_steps=3) == plain != patched
 
     fused = Theirs(tiny("sdxl"))
-    pipeline = StableDiffusionXLPipeline(**fused.parts)
+    pipeline: Any = StableDiffusionXLPipeline(**fused.parts)
     pipeline.load_lora_weights(folder)
     pipeline.fuse_lora(components=["unet", "text_encoder", "text_encoder_2"])
     # peft freezes the weights, and torch takes another kernel for linear layers with frozen ones.
@@ -167,13 +173,17 @@ def test_split_guidance_is_close_to_the_fused_batch(tiny: TinyFolders) -> None:
     encode, unet = SDXLTextEncoder(model_path=tiny("sdxl")), SDXLUNet(model_path=tiny("sdxl"))
     cond = run_model(encode, prompt="a red circle")["prompt_embeds"]
     uncond = run_model(encode, prompt="a blue square")["prompt_embeds"]
-    common = {
+    common: dict[str, Any] = {
         "latents": normal((1, 4, 4, 6), seed=1),
         "schedule": make_schedule(tiny("sdxl"), 4),
         "step": 1,
     }
     sizes, negative_sizes = [32, 48, 0, 0, 32, 48], [16, 24, 0, 0, 32, 48]
-    pair = {"negative_prompt_embeds": uncond, "negative_sizes": negative_sizes, "guidance_scale": 5.0}
+    pair: dict[str, Any] = {
+        "negative_prompt_embeds": uncond,
+        "negative_sizes": negative_sizes,
+        "guidance_scale": 5.0,
+    }
     net = SDXLControlNet(model_path=tiny.controlnet("sdxl"))
     control = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     residuals = run_model(
