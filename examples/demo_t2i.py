@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny-sd3")
-    parser.add_argument("--output", type=Path, default=Path("contact_sheet.png"))
+    parser.add_argument("--output", type=Path, default=Path("out/contact_sheet.png"))
     return parser.parse_args()
 
 
@@ -111,6 +111,7 @@ def main() -> None:
                     progress.advance(task)
                 rows.append((name, pictures))
             took_s = time.monotonic() - start_s
+    given.output.parent.mkdir(parents=True, exist_ok=True)
     sheet(rows).save(given.output)
     num_images = sum(len(pictures) for _, pictures in rows)
     console.print(
