@@ -11,6 +11,7 @@ PIP_INSTALL := $(PY) -m pip install --no-compile --disable-pip-version-check --q
 demo: $(VENV)/.installed
 	@$(PY) examples/demo_ar.py
 	@$(PY) examples/serve_dllm.py
+	@$(PY) examples/demo_t2i.py
 
 test: $(VENV)/.installed-dev
 	@$(PY) -m pytest $(ARGS)

@@ -41,6 +41,8 @@ POLICIES = (
     *("dllm.request", "dllm.canvas", "dllm.step", "dllm.messages", "dllm.cache", "dllm.budget"),
     *("dllm.routing", "dllm.engine", "dllm.dispatcher", "dllm.cost", "dllm.simulate"),
     *("dllm.scenario", "dllm.plan"),
+    *("t2i.messages", "t2i.outline", "t2i.instance", "t2i.ledger", "t2i.job", "t2i.books", "t2i.scheduler"),
+    *("t2i.dispatching", "t2i.endings", "t2i.recovery", "t2i.coordinator", "t2i.cost", "t2i.simulate"),
     *("t2i.ports", "t2i.graph", "t2i.model", "t2i.request", "t2i.typecheck", "t2i.values", "t2i.loop_source"),
     *("t2i.tracing", "t2i.rolling", "t2i.binding", "t2i.workflow", "t2i.emission", "t2i.inlining"),
     *("t2i.verify", "t2i.serialize", "t2i.reference", "t2i.approx_cache", "t2i.layout"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ def loras_of(config: ImageModelConfig) -> dict[str, str]:
 
 def entries(config: ImageModelConfig) -> list[Entry]:
     """Every workflow of the model, and those of its files. Raises `ConfigError`."""
+    from genserve.t2i.files import load_workflows
     from genserve.t2i.models.checkpoint import denoiser_config
     from genserve.t2i.workflows import FAMILIES, family_of
 
@@ -92,7 +93,7 @@ def entries(config: ImageModelConfig) -> list[Entry]:
         made.name = f"{name}-{_identifier(control)}"
         found.append(Entry(made, family, f"An image from a prompt and a control image ({control}).", path))
     for file in config.workflows:
-        found.extend(Entry(workflow, "workflow") for workflow in read_workflows(file))
+        found.extend(Entry(workflow, "workflow") for workflow in load_workflows(file))
     names = [entry.workflow.name for entry in found]
     twice = {each for each in names if names.count(each) > 1}
     if twice:
@@ -100,30 +101,13 @@ def entries(config: ImageModelConfig) -> list[Entry]:
     return found
 
 
-def read_workflows(file: str) -> Iterator[Workflow]:
-    """The workflows of a JSON file, or all those that a Python file leaves in its names."""
-    from genserve.t2i.workflow import Workflow
-
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"workflows: no file {file}")
-    if path.suffix == ".json":
-        yield Workflow.from_json(path.read_text())
-        return
-    if path.suffix != ".py":
-        raise ConfigError(f"workflows: {file} is neither a .json nor a .py file")
-    from genserve.t2i.python_file import names_of
-
-    found = {id(value): value for value in names_of(path).values() if isinstance(value, Workflow)}
-    if not found:
-        raise ConfigError(f"workflows: {file} makes no workflow at its top level")
-    yield from found.values()
-
-
 async def start_client(config: ImageModelConfig) -> LocalWorkflows:
     """Executors, with every workflow of the model registered."""
     from genserve.t2i.serve import start
 
+    if config.num_threads is None and config.model in PACKAGED_MODELS:
+        # So small that threads cost more than they give: one each.
+        config = config.model_copy(update={"num_threads": config.num_executors})
     made = entries(config)  # before executors, and the imports that take seconds
     client = await start(config)
     client.note(model=display_name(config))

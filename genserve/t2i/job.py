@@ -31,6 +31,7 @@ class Job:
         self.previewed: set[tuple[int, int]] = set()
         self.preview_tasks: list[Task] = []
         self.previews: list[Task] = []  # their last tasks, until they are shown
+        self.cache_hits: list[dict[str, Any]] = []
         self.warnings: dict[str, None] = {}
         self.used: dict[str, dict[str, int]] = {}  # node -> executor -> runs
         self._arrival: dict[int | None, int] = {}  # image -> first step with its adapters

@@ -7,6 +7,7 @@ an actor (`serve_ray`).
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +40,9 @@ async def start(config: T2iConfig, log: list[LogEntry] | None = None) -> LocalWo
         from genserve.t2i.serve_ray import start_remote
 
         return await start_remote(config, log)
-    aio = asyncio.get_running_loop()
-    return await aio.run_in_executor(None, _imported) and start_local(config, log)
-
-
-def _imported() -> bool:
-    """The imports that take seconds, off the event loop."""
-    import genserve.t2i.worker
-
-    return bool(genserve.t2i.worker)
+    # The imports take seconds.
+    await asyncio.get_running_loop().run_in_executor(None, importlib.import_module, "genserve.t2i.worker")
+    return start_local(config, log)
 
 
 def start_local(config: T2iConfig, log: list[LogEntry] | None = None) -> LocalWorkflows:

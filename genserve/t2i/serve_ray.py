@@ -72,6 +72,15 @@ async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> 
         if client is not None:
             client.post(body)
 
+    def lost(name: str, reason: str) -> None:
+        tell(ExecutorLost(name, reason))
+
+    def back(name: str) -> None:
+        tell(ExecutorBack(name))
+
+    def gone(name: str) -> None:
+        tell(ExecutorGone(name))
+
     starting = [
         asyncio.ensure_future(
             LastingExecutor.start(
@@ -84,9 +93,9 @@ async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> 
                 control_lane=f"{name}/io",
                 options=reservation.options(index),
                 limits=limits,
-                on_lost=lambda reason, name=name: tell(ExecutorLost(name, reason)),
-                on_back=lambda name=name: tell(ExecutorBack(name)),
-                on_gone=lambda name=name: tell(ExecutorGone(name)),
+                on_lost=partial(lost, name),
+                on_back=partial(back, name),
+                on_gone=partial(gone, name),
                 swept=partial(remove_leftovers, None),
             )
         )

@@ -45,6 +45,9 @@ from genserve.t2i.space import Space
 
 logger = logging.getLogger(__name__)
 
+# Of this process: libraries change global state while they build a model, and two at a time get each other's.
+_LOADING = threading.Lock()
+
 
 class _GivenUp(Exception):
     """Whoever waits for this run doesn't any more."""
@@ -205,7 +208,7 @@ class T2iWorker:
         return make_model(code)
 
     def _loaded(self, model: Model) -> Weights:
-        with torch.no_grad():
+        with _LOADING, torch.no_grad():
             return Weights(model.load(model.location, self._device))
 
     def _patch(self, weights: Weights, run: RunTask) -> None:

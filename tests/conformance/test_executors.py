@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -248,5 +250,43 @@ def test_a_worker_that_cannot_be_built_is_a_configuration_error(ray_session):
     async def main():
         with pytest.raises(ConfigError, match="ValueError: no such model"):
             await RayExecutor.start(Worker, "no such model")
+
+    asyncio.run(main())
+
+
+@pytest.mark.ray
+def test_a_control_lane_goes_on_beside_a_run_and_a_lost_actor_is_replaced(ray_session):
+    from genserve.core.runtime.ray_executor import LastingExecutor
+
+    async def main():
+        told = []
+        executor = await LastingExecutor.start(
+            Worker,
+            control_lane="lane/io",
+            on_lost=lambda reason: told.append(("lost", len(reports.events))),
+            on_back=lambda: told.append("back"),
+            on_gone=lambda: told.append("gone"),
+        )
+        reports = Reports()
+        executor.submit(Run("lane", 0, "sleep", 30), reports)
+        executor.submit(Run("lane", 1, "echo", 1), reports)
+        executor.submit(Run("lane/io", 2, "echo", 2), reports)
+        (aside,) = await reports.wait(1)
+        assert isinstance(aside, Done) and aside.lane == "lane/io"
+        first = executor.pid
+        os.kill(first, signal.SIGKILL)
+        lost = (await reports.wait(3))[1:]
+        assert all(isinstance(event, Failed) and event.lost for event in lost)
+        async with asyncio.timeout(30):
+            while "back" not in told:
+                executor.submit(Run("lane", 10 + len(reports.events), "echo", 0), reports)
+                await asyncio.sleep(0.1)
+        assert told[0][0] == "lost" and told[0][1] >= 3, "every run was reported by then"
+        assert told[1:] == ["back"] and executor.pid not in (None, first)
+        executor.submit(Run("lane", 1000, "echo", 5), reports)
+        while reports.events[-1].run_id != 1000:
+            await reports.wait(len(reports.events) + 1)
+        assert isinstance(reports.events[-1], Done)
+        await executor.aclose()
 
     asyncio.run(main())

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genserve.t2i import messages as m
-from genserve.t2i.graph import Carried, CarriedValue, Const, FromInput, FromLoop, FromNode, Loop, LoopIndex
+from genserve.t2i.graph import (
+    Carried,
+    CarriedValue,
+    Const,
+    FromInput,
+    FromLoop,
+    FromNode,
+    Loop,
+    LoopIndex,
+    Patch,
+)
 from tests.t2i.cluster import Cluster, graph_of, mix, out
 from tests.t2i.test_coordinator import Simulated
 
@@ -20,7 +30,9 @@ class Drawn:
 
     def __init__(self, rng, name):
         self.rng, self.num = rng, 0
+        self.adapters = []
         items, edges = self.body([FromInput("seed"), FromInput("x")], [], depth=0, num=rng.randint(2, 5))
+        items = [*self.adapters, *items]
         nodes = [edge for edge in edges if isinstance(edge, FromNode | FromLoop)]
         outputs = {f"out{index}": edge for index, edge in enumerate(rng.sample(nodes, min(2, len(nodes))))}
         if rng.random() < 0.5 and isinstance(edges[-1], FromNode):
@@ -47,7 +59,11 @@ class Drawn:
         named = {f"p{index}": rng.choice(edges) for index in range(rng.randint(1, 3))}
         deferred = [port for port, edge in named.items() if isinstance(edge, FromNode) and rng.random() < 0.3]
         size = 0 if below else rng.choice([0, 0, 60, 100, 200])
-        return mix(self.fresh("n"), size, deferred, below, **named)
+        patches = ()
+        if rng.random() < 0.15:
+            self.adapters.append(mix(self.fresh("load"), file=Const(rng.randint(0, 9))))
+            patches = (Patch(self.adapters[-1].model, 0.5, out(self.adapters[-1].id)),)
+        return mix(self.fresh("n"), size, deferred, below, patches, **named)
 
     def loop(self, edges, loops, depth):
         rng, name = self.rng, self.fresh("loop")

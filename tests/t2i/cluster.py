@@ -6,6 +6,7 @@ A space knows what lies in it, so that a value that is read after its release, o
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -41,8 +42,15 @@ class Mix(Model):
         self.add_output("out", T)
 
     def execute(self, model_components, **inputs):
-        text = repr((self.params, [inputs[name] for name in sorted(inputs)]))
+        patches = model_components.get("patches", [])
+        text = repr((self.params, patches, [inputs[name] for name in sorted(inputs)]))
         return {"out": crc32(text.encode()) % self.params.get("below", 1 << 32)}
+
+
+@contextmanager
+def patched(components, adapters):
+    """For the reference interpreter: what adapters do to `Mix`."""
+    yield {"patches": list(adapters)}
 
 
 def mix(name, num_bytes=0, deferred=(), below=None, patches=(), **edges):
@@ -154,10 +162,8 @@ class Cluster:
             self.codes[task.model] = task.code
         code = self.codes[task.model]
         inputs = {port: self._value(source) for port, source in task.inputs}
-        patches = [(use.identity, use.scale, self._value(use.source)) for use in task.patches]
-        if patches:
-            inputs["~patches"] = patches
-        made = Mix(**dict(code.spec.params)).execute({}, **inputs)
+        patches = [(self._value(use.source), use.scale) for use in task.patches]
+        made = Mix(**dict(code.spec.params)).execute({"patches": patches}, **inputs)
         for port, value in made.items():
             self.values[run.run_id, port] = value
 

@@ -20,7 +20,7 @@ _ids = itertools.count()
 
 @asynccontextmanager
 async def runtime(*workflows, **config):
-    client = await start(T2iConfig(**config))
+    client = await start(T2iConfig(**{"num_threads": 1, **config}))
     try:
         for workflow in workflows:
             served, codes = registered(workflow, budget_bytes=config.get("weights_budget"))

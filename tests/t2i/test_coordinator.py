@@ -10,7 +10,7 @@ from genserve.core.sim.simulator import Simulator
 from genserve.t2i import messages as m
 from genserve.t2i.graph import Const, FromInput, Patch
 from genserve.t2i.reference import evaluate
-from tests.t2i.cluster import Cluster, Gateway, denoising, graph_of, mix, out
+from tests.t2i.cluster import Cluster, Gateway, denoising, graph_of, mix, out, patched
 
 
 class Simulated:
@@ -44,7 +44,8 @@ class Simulated:
     def check(self, name, request_id, seed=1, x=2):
         images, record = self.gateway.results[request_id]
         for index, image in enumerate(images):
-            assert image == evaluate(self.graphs[name], {"seed": seed + index, "x": x})
+            inputs = {"seed": seed + index, "x": x}
+            assert image == evaluate(self.graphs[name], inputs, apply_patches=patched)
         return record
 
     def assert_empty(self):
@@ -187,7 +188,7 @@ def test_models_are_unloaded_when_their_room_is_needed():
     run.assert_empty()
 
 
-def patched(steps=6, load_s=1.0):
+def with_adapter(steps=6, load_s=1.0):
     graph = denoising(Const(steps))
     adapter = Patch(replace(mix("lora").model), 0.5, out("load"))
     loop = graph.nodes[2]
@@ -200,7 +201,7 @@ def patched(steps=6, load_s=1.0):
 
 def asked_late(load_s, **fields):
     cluster = Cluster(cost=lambda run: load_s if run.args.node == "load" else 1.0)
-    run = Simulated(patched(), cluster=cluster)
+    run = Simulated(with_adapter(), cluster=cluster)
     run.ask("denoising", "r", **fields)
     run.run()
     run.assert_empty()

@@ -19,19 +19,40 @@ from genserve.core.server.in_thread import Parts, ServerInThread
 from genserve.core.server.pictures import receipt_text
 from genserve.families import start_configured
 from genserve.server_config import server_config
+from genserve.t2i.models.language import LanguageModel
+from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows import sd3
 
 SIZE = "64x64"
 
 
+def retold(sd3_folder: str) -> Workflow:
+    """A language model writes the prompt of an image model."""
+    paint = sd3(sd3_folder)
+    with Workflow("retold") as wf:
+        prompt = wf.add_input("prompt", str)
+        seed = wf.add_input("seed", int)
+        write = LanguageModel(
+            model_path="tiny-llama", max_tokens=12, options={"kv_pool": "4MiB", "num_threads": 1}
+        )
+        text = write(prompt)
+        wf.add_output(paint(prompt=text, seed=seed, num_steps=2, height=64, width=64), "image")
+        wf.add_output(text, "text")
+    return wf
+
+
 @pytest.fixture(scope="module")
-def made(tiny):
+def made(tiny, tmp_path_factory):
     """`genserve serve` as its configuration says, on a thread."""
+    workflow = tmp_path_factory.mktemp("workflows") / "retold.json"
+    workflow.write_text(retold(tiny("sd3")).to_json())
     config = server_config(
         models=[f"pictures={tiny('sd3')}", "tiny-llama"],
         model_options={"kv_pool": "4MiB", "num_threads": 1},
         overrides=[
             f"models.0.controlnets={{edges: {tiny.controlnet('sd3')}}}",
             f"models.0.loras={{style: {tiny.lora('sd3')}}}",
+            f"models.0.workflows=[{workflow}]",
         ],
     )
     assert [model.family for model in config.models] == ["t2i", "ar"]
@@ -162,6 +183,21 @@ def test_a_job_of_a_workflow(made):
     job = made.http.post("/v1/workflows/pictures/invoke", json={**body, "background": True}).json()
     assert made.http.post(f"/v1/jobs/{job['id']}/cancel").json()["status"] == "cancelled"
     assert idle(made)
+
+
+def test_a_language_model_feeds_an_image_workflow(made):
+    body = {"inputs": {"prompt": "What is the capital of France?", "seed": 3}}
+    answer = made.http.post("/v1/workflows/retold/invoke", json=body).json()
+    (output,) = answer["outputs"]
+    question = [{"role": "user", "content": body["inputs"]["prompt"]}]
+    said = made.openai.chat.completions.create(
+        model="tiny-llama", messages=question, max_tokens=12, temperature=0
+    )
+    assert output["text"] and output["text"] == said.choices[0].message.content.strip()
+    direct = made.openai.images.generate(
+        model="pictures", prompt=output["text"], size=SIZE, extra_body={"seed": 3, "steps": 2}
+    )
+    assert opened(output["image"]).tobytes() == opened(direct.data[0].b64_json).tobytes()
 
 
 def test_the_language_model_beside_it_answers(made):

@@ -117,6 +117,51 @@ class Slow(Model):
         return {"latents": latents + 1}
 
 
+class Project(Model):
+    """A linear layer of fixed weights that takes adapters."""
+
+    takes_loras = True
+
+    def setup_io(self):
+        self.add_input("latents", T)
+        self.add_input("step", int, default=LOOP_INDEX)
+        self.add_output("latents", T)
+
+    def load(self, model_path, device):
+        layer = torch.nn.Linear(4, 4, bias=False)
+        layer.weight.data.copy_(torch.eye(4) / 3 + 0.1)
+        return {"transformer": torch.nn.ModuleDict({"proj": layer})}
+
+    def execute(self, model_components, latents, step):
+        return {"latents": model_components["transformer"]["proj"](latents)}
+
+
+def projection(name="project", steps=4):
+    with Workflow(name) as wf:
+        latents = Draw()(wf.add_input("seed", int))
+        project = Project()
+        for _ in wf.loop(wf.add_input("steps", int, steps)):
+            latents = project(latents)
+        wf.add_output(latents, "latents")
+    return wf
+
+
+def adapter_file(folder, seed, rank=2):
+    """A LoRA of `Project`, as diffusers write them."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    path = folder / f"adapter-{seed}.safetensors"
+    save_file(
+        {
+            "transformer.proj.lora_A.weight": torch.randn(rank, 4, generator=generator) / 4,
+            "transformer.proj.lora_B.weight": torch.randn(4, rank, generator=generator) / 4,
+        },
+        str(path),
+    )
+    return str(path)
+
+
 class Length(Model):
     def setup_io(self):
         self.add_input("prompt", str)

@@ -79,7 +79,7 @@ class _Local:
         from genserve.llm import LLM
 
         self._llm = LLM(model, **options)
-        weakref.finalize(self, self._llm.close)
+        weakref.finalize(self, self._llm.close).atexit = False  # its threads end with the process
 
     def answer(self, messages: list[dict[str, str]], max_tokens: int, seed: int) -> str:
         return str(self._llm.chat(messages, max_tokens=max_tokens, temperature=0, seed=seed).text)
@@ -97,7 +97,7 @@ class _Remote:
         key = os.environ.get("GENSERVE_API_KEY") or "none"
         self._client = OpenAI(base_url=base_url, api_key=key, timeout=_TIMEOUT_S)
         self._model = model
-        weakref.finalize(self, self._client.close)
+        weakref.finalize(self, self._client.close).atexit = False
 
     def answer(self, messages: list[dict[str, str]], max_tokens: int, seed: int) -> str:
         from openai import OpenAIError
