@@ -6,12 +6,16 @@ other modes and "-CONTROLNET" for each ControlNet. Composition only; what runs t
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from genserve.core.errors import ConfigError, InvalidRequest
 from genserve.core.models.registry import PACKAGED_MODELS, located
@@ -39,6 +43,8 @@ class ImageModelConfig(T2iConfig):
     """What clients call it; by default the built-in's or folder's own name."""
     controlnets: Mapping[str, str] = {}
     """ControlNets: name to folder or hub id. Each makes a further workflow, MODEL-NAME."""
+    step_cache: Annotated[float, Field(ge=0)] | None = None
+    """Of sd3 and flux: leave out a step's blocks where the first one changes its input as before, but for this share."""
     workflows: tuple[str, ...] = ()
     """Further workflows: JSON files (`Workflow.to_json`), or Python files, of which every workflow is served."""
 
@@ -78,7 +84,11 @@ def entries(config: ImageModelConfig) -> list[Entry]:
         family = family_of(path)
     except InvalidRequest as error:
         raise ConfigError(f"{config.model}: {error.message}") from error
-    make = FAMILIES[family]
+    make: Any = FAMILIES[family]
+    if config.step_cache is not None:
+        if "step_cache" not in inspect.signature(make).parameters:
+            raise ConfigError(f"step_cache: models of the family {family} have none")
+        make = functools.partial(make, step_cache=config.step_cache)
     what = {"text": "An image from a prompt.", "image": "An image from an image and a prompt.",
             "inpaint": "An image, in part made anew."}  # fmt: skip
     only_inpaints = denoiser_config(path).get("in_channels") == _INPAINTING_CHANNELS
