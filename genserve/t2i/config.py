@@ -23,6 +23,8 @@ class T2iConfig(Config):
     """auto: the GPU if torch sees one."""
     weights_budget: Bytes | None = None
     """Bytes of weights on each executor; the least recently used models go first. By default no limit."""
+    host_budget: Bytes = ByteSize(0)
+    """Bytes of models that each executor keeps in host memory once they left its GPU."""
     tensor_pool: Bytes = ByteSize(256 << 20)
     """Bytes of shared memory of each process with executor "ray", for tensors that others fetch."""
     max_queued_requests: Positive = 256

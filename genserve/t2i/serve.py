@@ -62,7 +62,7 @@ def start_local(config: T2iConfig, log: list[LogEntry] | None = None) -> LocalWo
     ]
     executors: dict[str, Executor] = {}
     for spec in specs:
-        worker = T2iWorker(space, device)
+        worker = T2iWorker(space, device, host_bytes=config.host_budget)
         for lane in (spec.name, f"{spec.name}/io"):
             executors[lane] = ThreadExecutor(worker, lane)
     return LocalWorkflows(

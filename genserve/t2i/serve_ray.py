@@ -28,7 +28,7 @@ HOME_LANE = "home"
 
 
 def build_worker(
-    pool_bytes: int, device: str, num_threads: int, wait_s: float, token: str | None
+    pool_bytes: int, device: str, num_threads: int, wait_s: float, host_bytes: int, token: str | None
 ) -> T2iWorker:
     """What an actor holds. With a `token` other machines reach its store too."""
     import torch
@@ -42,7 +42,7 @@ def build_worker(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     listen: dict[str, Any] = {} if token is None else {"listen": (node_ip(), 0), "token": token}
-    return T2iWorker(Space(TensorStore.open(pool_bytes=pool_bytes, **listen)), device, wait_s)
+    return T2iWorker(Space(TensorStore.open(pool_bytes=pool_bytes, **listen)), device, wait_s, host_bytes)
 
 
 async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> LocalWorkflows:
@@ -89,6 +89,7 @@ async def start_remote(config: T2iConfig, log: list[LogEntry] | None = None) -> 
                 config.device,
                 threads_each(config),
                 wait_s,
+                int(config.host_budget),
                 token,
                 control_lane=f"{name}/io",
                 options=reservation.options(index),

@@ -42,6 +42,7 @@ from genserve.t2i.model import Model, model_class
 from genserve.t2i.models.lazy import LazyTensor, LazyTensors
 from genserve.t2i.models.lora import Patcher
 from genserve.t2i.models.lora_file import Adapter
+from genserve.t2i.offload import HostMemory
 from genserve.t2i.space import Space
 
 logger = logging.getLogger(__name__)
@@ -90,17 +91,19 @@ def _quietly(model: Model) -> contextlib.AbstractContextManager[None]:
 
 class T2iWorker:
     """`device`: where models run and tensors are. `wait_s`: how long a deferred input may take at most.
+    `host_bytes`: of unloaded models that are kept in host memory, where the device has its own.
 
     One thread performs the tasks of its lane, another one the ops of its control lane.
     """
 
-    def __init__(self, space: Space, device: str = "cpu", wait_s: float = 600.0) -> None:
+    def __init__(self, space: Space, device: str = "cpu", wait_s: float = 600.0, host_bytes: int = 0) -> None:
         self._space = space
         self._device = device
         self._wait_s = wait_s
         self._codes: dict[str, ModelCode] = {}
         self._models: dict[str, Model] = {}
         self._weights: dict[str, Weights] = {}
+        self._host = HostMemory(host_bytes) if host_bytes and device != "cpu" else None
         self._given_up: set[int] = set()
         self._lock = threading.Lock()  # of what both lanes change
         self._failed_arrivals: dict[Key, str] = {}
@@ -123,7 +126,7 @@ class T2iWorker:
         if run.code is not None:
             self._codes[run.model] = run.code
         for identity in run.unload:
-            self._weights.pop(identity, None)
+            self._unload(identity)
         try:
             if run.run in self._given_up:
                 return Skipped()
@@ -153,7 +156,7 @@ class T2iWorker:
             model = self._models[run.model] = self._made(run.model)
         weights = self._weights.get(run.weights)
         if weights is None:
-            weights = self._weights[run.weights] = self._loaded(model)
+            weights = self._weights[run.weights] = self._loaded(model, run.weights)
         begin_s = time.perf_counter()
         with torch.no_grad():
             if run.patches or weights.patcher is not None:
@@ -216,7 +219,16 @@ class T2iWorker:
             raise ExecutionFailed(f"the code of model {name} was never sent here")
         return make_model(code)
 
-    def _loaded(self, model: Model) -> Weights:
+    def _unload(self, identity: str) -> None:
+        weights = self._weights.pop(identity, None)
+        if weights is not None and self._host is not None:
+            self._host.keep(identity, weights, weights.components)
+
+    def _loaded(self, model: Model, identity: str) -> Weights:
+        if self._host is not None:
+            kept: Weights | None = self._host.take(identity, self._device)
+            if kept is not None:
+                return kept
         with _LOADING, torch.no_grad(), _quietly(model):
             return Weights(model.load(model.location, self._device))
 

@@ -50,7 +50,7 @@ class Mix(Model):
 @contextmanager
 def patched(components, adapters):
     """For the reference interpreter: what adapters do to `Mix`."""
-    yield {"patches": list(adapters)}
+    yield {"patches": [(outputs["out"], scale) for outputs, scale in adapters]}
 
 
 def mix(name, num_bytes=0, deferred=(), below=None, patches=(), **edges):
