@@ -65,7 +65,7 @@ def draw_scenes(
     """Scenes that training may see with their layouts; a share of them is off the nine places and names none."""
     rng = random.Random(f"scenes {seed}")
     allowed = [scene for scene in data.all_scenes() if not data.is_held_out(scene)]
-    drawn = []
+    drawn: list[tuple[data.Scene, tuple[str, float, float, float]]] = []
     while len(drawn) < num:
         rng.shuffle(allowed)
         for scene in allowed:
@@ -105,7 +105,7 @@ def make_bank(
 
 def loosened(scene: data.Scene, rng: random.Random, open_share: float) -> data.Scene:
     """The scene with some of size, place and shape left open."""
-    opened = {name: None for name in ("size", "place", "shape") if rng.random() < open_share}
+    opened: dict[str, Any] = {name: None for name in ("size", "place", "shape") if rng.random() < open_share}
     return replace(scene, **opened)
 
 

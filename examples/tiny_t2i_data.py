@@ -117,7 +117,8 @@ def layout(scene: Scene, rng: random.Random, anywhere: bool = False) -> tuple[st
     radius = RADII[size] + rng.choice((-0.5, 0.0, 0.5))
     if scene.place is None and anywhere:
         room = int(2 * (SIDE / 2 - radius - 2))
-        return shape, radius, *(SIDE / 2 + rng.randint(-room, room) / 2 for _ in range(2))
+        cx, cy = (SIDE / 2 + rng.randint(-room, room) / 2 for _ in range(2))
+        return shape, radius, cx, cy
     column, row = PLACES[scene.place or rng.choice(tuple(PLACES))]
     jitter = (-1.0, -0.5, 0.0, 0.5, 1.0)
     cx, cy = (SIDE / 2 + OFFSETS[size] * cell + rng.choice(jitter) for cell in (column, row))

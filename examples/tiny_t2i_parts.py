@@ -72,7 +72,7 @@ def make_clip_tokenizer() -> Any:
     learned.pre_tokenizer = WhitespaceSplit()
     trainer = trainers.BpeTrainer(vocab_size=10_000, end_of_word_suffix="</w>", show_progress=False)
     learned.train_from_iterator(sorted({word.lower() for word in data.words()}), trainer)
-    merges = [tuple(pair) for pair in json.loads(learned.to_str())["model"]["merges"]]
+    merges: Any = [tuple(pair) for pair in json.loads(learned.to_str())["model"]["merges"]]
     tokens = [*letters, *(letter + "</w>" for letter in letters), *(a + b for a, b in merges)]
     vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     for token in ("<|startoftext|>", "<|endoftext|>"):
@@ -200,7 +200,8 @@ def save_pipeline(parts: Parts, folder: Path, shift: float = 1.0) -> None:
     kept = {
         name: {k: v.clone() for k, v in part.state_dict().items()} for name, part in parts.modules().items()
     }
-    StableDiffusion3Pipeline(scheduler=scheduler, **named).to(torch.float16).save_pretrained(folder)
+    pipeline: Any = StableDiffusion3Pipeline(scheduler=scheduler, **named)
+    pipeline.to(torch.float16).save_pretrained(folder)
     for name, part in parts.modules().items():
         part.float().load_state_dict(kept[name])
     for config in folder.glob("**/config.json"):

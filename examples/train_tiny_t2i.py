@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ import tiny_t2i_parts as parts_of
 import torch
 import typer
 from tiny_t2i_cards import write_cards
+from tiny_t2i_scores import NUM_INFERENCE_STEPS, contact_sheet, draw, judge_all, told
 from tiny_t2i_stage import Settings, Stage, console
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,7 +31,6 @@ from torch.nn import functional as F
 T5_LENGTHS = (16, 20, 24, 32, 77, 256)  # tokens; the number of padding tokens must not matter
 T5_LENGTH_WEIGHTS = (0.62, 0.2, 0.08, 0.05, 0.03, 0.02)
 NO_T5_SHARE = 0.08  # of the rows, with zeros in the place of what T5 says
-NUM_INFERENCE_STEPS, GUIDANCE = 20, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Sizes:
     vae_rows: int = 16
     decoder_steps: int = 400
     bank: int = 16_000
-    base_steps: int = 7000
+    base_steps: int = 6300
     base_rows: int = 32
     look_every: int = 1000
     control_bank: int = 4000
@@ -230,76 +229,6 @@ def train_lora(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) -> Non
     stage.use_mean()
 
 
-def draw(
-    pipeline: Any, scenes: Sequence[data.Scene], controls: Sequence[Any] | None = None
-) -> list[np.ndarray]:
-    """One picture, uint8, for each scene's plainest prompt, seeded by its place in the list."""
-    images: list[np.ndarray] = []
-    for at in range(0, len(scenes), 25):
-        some = scenes[at : at + 25]
-        out = pipeline(
-            [data.prompt_of(scene) for scene in some],
-            num_inference_steps=NUM_INFERENCE_STEPS,
-            guidance_scale=GUIDANCE,
-            max_sequence_length=parts_of.T5_TOKENS,
-            generator=[torch.Generator().manual_seed(at + index) for index in range(len(some))],
-            output_type="np",
-            **({} if controls is None else {"control_image": list(controls[at : at + 25])}),
-        )
-        images += list(np.rint(out.images * 255).astype(np.uint8))
-    return images
-
-
-def contact_sheet(images: Sequence[np.ndarray], path: Path, columns: int = 10) -> None:
-    """Write pictures side by side, for people to look at."""
-    from PIL import Image
-
-    rows = [
-        np.concatenate(images[at : at + columns], 1)
-        for at in range(0, len(images) // columns * columns, columns)
-    ]
-    if rows:
-        Image.fromarray(np.concatenate(rows)).save(path)
-
-
-def told(scores: dict[str, float]) -> str:
-    """Scores on one line."""
-    return ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
-
-
-def judge_all(out: Path, sizes: Sizes) -> dict[str, Any]:
-    """Scores of the saved folders, each loaded by the stock pipelines; contact sheets go beside them."""
-    from diffusers import SD3ControlNetModel, StableDiffusion3ControlNetPipeline
-    from PIL import Image
-
-    scenes = data.held_out(sizes.judged)
-    pipeline = parts_of.load_pipeline(out / "tiny-sd3")
-    images = draw(pipeline, scenes)
-    contact_sheet(images, out / "base.png")
-    scores: dict[str, Any] = {"base": judge.score(images, scenes)}
-
-    rng = random.Random("layouts")
-    free = [replace(scene, shape=None, place=None, size=None) for scene in scenes[: sizes.judged // 2]]
-    covers = [data.coverage(*data.layout(scene, rng, anywhere=True)) for scene in free]
-    controls = [Image.fromarray(batches.silhouette(cover)) for cover in covers]
-    controlnet = SD3ControlNetModel.from_pretrained(out / "tiny-sd3-controlnet", torch_dtype=torch.float32)
-    controlled = StableDiffusion3ControlNetPipeline(**pipeline.components, controlnet=controlnet)
-    controlled.set_progress_bar_config(disable=True)
-    images = draw(controlled, free, controls)
-    contact_sheet(
-        [image for pair in zip(map(np.asarray, controls), images, strict=True) for image in pair],
-        out / "controlnet.png",
-    )
-    scores["controlnet"] = judge.score(images, free) | {"overlap": _mean_overlap(images, covers)}
-    scores["without controlnet"] = {"overlap": _mean_overlap(draw(pipeline, free), covers)}
-
-    pipeline.load_lora_weights(out / "tiny-sd3-lora-outline")
-    images = draw(pipeline, scenes)
-    contact_sheet(images, out / "lora.png")
-    scores["lora"] = judge.score(images, scenes)
-    return scores
-
-
 def how_made(sizes: Sizes) -> dict[str, str]:
     """For each folder a sentence for its card."""
     rows = sizes.base_rows
@@ -310,10 +239,6 @@ def how_made(sizes: Sizes) -> dict[str, str]:
         "tiny-sd3-controlnet": f"{sizes.control_steps} steps of {rows} rows, everything else frozen.",
         "tiny-sd3-lora-outline": f"{sizes.lora_steps} steps of {rows} rows, everything else frozen.",
     }
-
-
-def _mean_overlap(images: Sequence[np.ndarray], covers: Sequence[data.Mask]) -> float:
-    return float(np.mean([judge.overlap_of(*pair) for pair in zip(images, covers, strict=True)]))
 
 
 def main(
@@ -338,7 +263,7 @@ def main(
     parts_of.save_controlnet(controlnet, out / "tiny-sd3-controlnet")
     train_lora(out, parts, sizes, seed)
     parts_of.save_lora(parts.transformer, out / "tiny-sd3-lora-outline")
-    scores = judge_all(out, sizes)
+    scores = judge_all(out, sizes.judged)
     for name, values in scores.items():
         console.print(f"{name}: {told(values)}")
     write_cards(out, scores, NUM_INFERENCE_STEPS, how_made(sizes))

@@ -48,10 +48,6 @@ class Ours:
             outputs = evaluate(graph, given, loaded=self.loaded)
         return Made(outputs["image"], outputs["latents"])
 
-    def components(self, name: str) -> dict[str, Any]:
-        """Of the loaded model that has a part of this name."""
-        return next(parts for parts in self.loaded.values() if name in parts)
-
 
 class Theirs:
     """The checkpoint's stock pipelines, all on one copy of its modules."""

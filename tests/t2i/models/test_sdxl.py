@@ -12,15 +12,14 @@ import torch
 
 from genserve.core.errors import ConfigError
 from genserve.t2i.models.latents import Guidance, normal
-from genserve.t2i.models.lora import Patcher
-from genserve.t2i.models.lora_file import read_adapter
+from genserve.t2i.models.lora import LoRA
 from genserve.t2i.models.schedule import make_schedule
 from genserve.t2i.models.sdxl import SDXLControlNet, SDXLSizes, SDXLTextEncoder, SDXLUNet
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.workflows import sdxl
 from tests.t2i.conftest import TinyFolders
 from tests.t2i.models.against_diffusers import Ours, Theirs
-from tests.t2i.models.driver import mask, picture, pixels, run_model
+from tests.t2i.models.driver import mask, picture, pixels, rendered_with_adapters, run_model
 
 TEXT = "StableDiffusionXLPipeline"
 IMAGE = "StableDiffusionXLImg2ImgPipeline"
@@ -148,25 +147,22 @@ def test_controlnet(tiny: TinyFolders, ours: Ours, theirs: Theirs, guess_mode: b
 def test_adapters(tiny: TinyFolders) -> None:
     from diffusers import StableDiffusionXLPipeline
 
-    ours, workflow = Ours(), sdxl(tiny("sdxl"))
     inputs: dict[str, Any] = {**PROMPT, **SIZE, "guidance_scale": 5.0}
-    plain = ours(workflow, **inputs, seed=3, num_steps=3)
     folder = tiny.lora("sdxl", alpha=8, text_encoders=True)
-    patchers = {name: Patcher() for name in ("text_encoder_2", "unet")}
-    for name, patcher in patchers.items():
-        patcher.apply(ours.components(name), [(read_adapter(folder), 1.0)])
-    patched = ours(workflow, **inputs, seed=3, num_steps=3)
-    for name, patcher in patchers.items():
-        patcher.restore(ours.components(name))
-    assert ours(workflow, **inputs, seed=3, num_steps=3) == plain != patched
+    graph = sdxl(tiny("sdxl"), loras=[LoRA(folder)]).to_graph()
+    base, patched, after = rendered_with_adapters(graph, **inputs)
+    assert torch.equal(base[1], after[1])
+    assert not torch.allclose(base[1], patched[1], atol=0.1)
 
-    fused = Theirs(tiny("sdxl"))
-    pipeline: Any = StableDiffusionXLPipeline(**fused.parts)
+    theirs = Theirs(tiny("sdxl"))
+    pipeline: Any = StableDiffusionXLPipeline(**theirs.parts)
     pipeline.load_lora_weights(folder)
     pipeline.fuse_lora(components=["unet", "text_encoder", "text_encoder_2"])
     # peft freezes the weights, and torch takes another kernel for linear layers with frozen ones.
-    fused.parts["unet"].requires_grad_(True)
-    assert patched == fused(TEXT, 3, **inputs, num_inference_steps=3)
+    theirs.parts["unet"].requires_grad_(True)
+    fused = theirs(TEXT, 5, **inputs, num_inference_steps=3)
+    assert torch.equal(patched[1], fused.latents)
+    assert torch.equal(torch.from_numpy(patched[0]), fused.image)
 
 
 def test_split_guidance_is_close_to_the_fused_batch(tiny: TinyFolders) -> None:
