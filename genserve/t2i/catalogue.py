@@ -6,16 +6,12 @@ other modes and "-CONTROLNET" for each ControlNet. Composition only; what runs t
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from genserve.core.errors import ConfigError, InvalidRequest
 from genserve.core.models.registry import PACKAGED_MODELS, located
@@ -45,8 +41,9 @@ class ImageModelConfig(T2iConfig):
     """What clients call it; by default the built-in's or folder's own name."""
     controlnets: Mapping[str, str] = {}
     """ControlNets: name to folder or hub id. Each makes a further workflow, MODEL-NAME."""
-    step_cache: Annotated[float, Field(ge=0)] | None = None
-    """Of sd3 and flux: leave out a step's blocks where the first one changes its input as before, but for this share."""
+    passes: Mapping[str, Mapping[str, Any]] = {}
+    """Further passes of the compiler for the model's own workflows, with their options, such as
+    {"step_cache": {"threshold": 0.1}}: `genserve.t2i.passes`. They make images faster, and other ones."""
     workflows: tuple[str, ...] = ()
     """Further workflows: JSON files (`Workflow.to_json`), or Python files, of which every workflow is served."""
 
@@ -86,11 +83,7 @@ def entries(config: ImageModelConfig) -> list[Entry]:
         family = family_of(path)
     except InvalidRequest as error:
         raise ConfigError(f"{config.model}: {error.message}") from error
-    make: Any = FAMILIES[family]
-    if config.step_cache is not None:
-        if "step_cache" not in inspect.signature(make).parameters:
-            raise ConfigError(f"step_cache: models of the family {family} have none")
-        make = functools.partial(make, step_cache=config.step_cache)
+    make = FAMILIES[family]
     what = {"text": "An image from a prompt.", "image": "An image from an image and a prompt.",
             "inpaint": "An image, in part made anew."}  # fmt: skip
     only_inpaints = denoiser_config(path).get("in_channels") == _INPAINTING_CHANNELS
@@ -168,6 +161,7 @@ def register(client: LocalWorkflows, config: ImageModelConfig, entry: Entry) -> 
             family=entry.family,
             description=entry.description,
             warn=warn,
+            passes=config.passes,
         )
     client.serve(served, codes)
 
