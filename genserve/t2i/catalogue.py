@@ -41,6 +41,9 @@ class ImageModelConfig(T2iConfig):
     """What clients call it; by default the built-in's or folder's own name."""
     controlnets: Mapping[str, str] = {}
     """ControlNets: name to folder or hub id. Each makes a further workflow, MODEL-NAME."""
+    passes: Mapping[str, Mapping[str, Any]] = {}
+    """Further passes of the compiler for the model's own workflows, with their options, such as
+    {"step_cache": {"threshold": 0.1}}: `genserve.t2i.passes`. They make images faster, and other ones."""
     workflows: tuple[str, ...] = ()
     """Further workflows: JSON files (`Workflow.to_json`), or Python files, of which every workflow is served."""
 
@@ -158,6 +161,7 @@ def register(client: LocalWorkflows, config: ImageModelConfig, entry: Entry) -> 
             family=entry.family,
             description=entry.description,
             warn=warn,
+            passes=config.passes,
         )
     client.serve(served, codes)
 

@@ -15,6 +15,7 @@ from genserve.t2i.graph import Graph, ModelSpec, walk
 from genserve.t2i.instance import code_name
 from genserve.t2i.messages import ModelCode
 from genserve.t2i.model import model_class
+from genserve.t2i.passes import with_default
 from genserve.t2i.request import LoraUse, WorkflowInfo
 from genserve.t2i.workflow import Workflow
 
@@ -28,17 +29,20 @@ def registered(
     family: str = "",
     description: str = "",
     warn: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
+    passes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Served, dict[str, ModelCode]]:
-    """The workflow as a client serves it, and the codes of its models.
+    """The workflow as a client serves it, and the codes of its models. `passes`: further ones, with their options.
 
     Raises `CompileError` for what is wrong with it, and `ConfigError` if a model exceeds `budget_bytes`.
     """
-    graph = compiled(workflow)
+    chosen = with_default(passes or {})
+    graph = compile_workflow(workflow, chosen).graph
     _check_budget(graph, budget_bytes)
     adapters = dict(loras or {})
 
     def with_loras(uses: tuple[LoraUse, ...]) -> tuple[Graph, Mapping[str, ModelCode]]:
-        patched = compiled(workflow, tuple((adapters[use.name], use.scale) for use in uses))
+        named = tuple((adapters[use.name], use.scale) for use in uses)
+        patched = compile_workflow(workflow, chosen, loras=named).graph
         _check_budget(patched, budget_bytes)
         return patched, codes_of(patched)
 
@@ -46,11 +50,6 @@ def registered(
         graph.name, graph.inputs, graph.outputs, family, description, tuple(adapters), dict(limits or {})
     )
     return Served(info, graph, with_loras, warn or (lambda inputs: ())), codes_of(graph)
-
-
-def compiled(workflow: Workflow | Graph, loras: tuple[tuple[str, float], ...] = ()) -> Graph:
-    """The workflow's graph after the passes, with adapters (path, scale) on its denoisers."""
-    return compile_workflow(workflow, loras=loras).graph
 
 
 def _check_budget(graph: Graph, budget_bytes: int | None) -> None:

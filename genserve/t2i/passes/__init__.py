@@ -6,8 +6,10 @@ are rounded apart) its file says. Owns their list and order; `compiler` runs the
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from genserve.core.errors import ConfigError
@@ -27,6 +29,25 @@ PASSES = (
 DEFAULT = ("fold_constants", "common_subexpressions", "lora", "dead_nodes")
 
 Pass = Callable[..., Graph]
+
+
+def with_default(further: Mapping[str, Mapping[str, Any]]) -> tuple[str | Pass, ...]:
+    """The passes that always run, and further ones with their options, in the order in which passes run.
+
+    Raises `ConfigError` for what is no pass, or no option of it.
+    """
+    for name, options in further.items():
+        known = list(inspect.signature(find_pass(name)).parameters)[1:]
+        for option in options:
+            if option not in known:
+                raise ConfigError(
+                    f"pass {name} has no option {option!r}; there are: {', '.join(known) or 'none'}"
+                )
+    return tuple(
+        functools.partial(find_pass(name), **further[name]) if name in further else name
+        for name in PASSES
+        if name in further or name in DEFAULT
+    )
 
 
 def find_pass(name: str) -> Pass:
