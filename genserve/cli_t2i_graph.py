@@ -23,7 +23,7 @@ def graph(
     ] = None,
     workflow: Annotated[str | None, typer.Option(help="Which workflow, if the file has several.")] = None,
 ) -> None:
-    """Draw a workflow's graph before and after the passes of the compiler."""
+    """Draw a workflow before and after the compiler's passes."""
     from genserve.t2i.compiler import Stage, compile_workflow
     from genserve.t2i.draw import draw
     from genserve.t2i.files import load_workflow

@@ -5,6 +5,7 @@ It blocks and knows of no request: a task says where its inputs are, and its out
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -78,6 +79,14 @@ class Weights:
     def __init__(self, components: dict[str, Any]) -> None:
         self.components = components
         self.patcher: Patcher | None = None
+
+
+def _quietly(model: Model) -> contextlib.AbstractContextManager[None]:
+    if not model.weights:
+        return contextlib.nullcontext()
+    from genserve.core.models.loading import quiet_transformers
+
+    return quiet_transformers()
 
 
 class T2iWorker:
@@ -220,7 +229,7 @@ class T2iWorker:
             kept: Weights | None = self._host.take(identity, self._device)
             if kept is not None:
                 return kept
-        with _LOADING, torch.no_grad():
+        with _LOADING, torch.no_grad(), _quietly(model):
             return Weights(model.load(model.location, self._device))
 
     def _patch(self, weights: Weights, run: RunTask) -> None:
