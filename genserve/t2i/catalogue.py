@@ -110,7 +110,7 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
         config = config.model_copy(update={"num_threads": config.num_executors})
     made = entries(config)  # before executors, and the imports that take seconds
     client = await start(config)
-    client.note(model=display_name(config))
+    client.note(model=display_name(config), **({"passes": list(config.passes)} if config.passes else {}))
     try:
         for entry in made:
             register(client, config, entry)
@@ -148,6 +148,7 @@ def register(client: LocalWorkflows, config: ImageModelConfig, entry: Entry) -> 
             family=entry.family,
             description=entry.description,
             warn=warn,
+            passes=config.passes,
         )
     client.serve(served, codes)
 

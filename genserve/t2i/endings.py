@@ -111,7 +111,9 @@ class Endings:
             },
             "lora_arrival_steps": job.lora_arrival_steps(),
             "reexecutions": job.num_reruns,
-            "cache_hits": job.cache_hits,
+            "cache_hits": [
+                {"node": node, "image": image, "hit": hit} for (node, image), hit in job.cache_hits.items()
+            ],
             "warnings": list(job.warnings),
         }
 

@@ -5,7 +5,7 @@ Owns no state; must not know who executes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from genserve.core.errors import ConfigError
@@ -15,6 +15,7 @@ from genserve.t2i.graph import Graph, ModelSpec, walk
 from genserve.t2i.instance import code_name
 from genserve.t2i.messages import ModelCode
 from genserve.t2i.model import model_class
+from genserve.t2i.passes import Pass, with_default
 from genserve.t2i.request import LoraUse, WorkflowInfo
 from genserve.t2i.workflow import Workflow
 
@@ -28,17 +29,21 @@ def registered(
     family: str = "",
     description: str = "",
     warn: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
+    passes: Sequence[str | Pass] = (),
 ) -> tuple[Served, dict[str, ModelCode]]:
     """The workflow as a client serves it, and the codes of its models.
 
+    `passes` come on top of those that every workflow gets: names ("cfg_split", "step_cache", "approximate_cache"), or
+    functions such as `functools.partial(step_cache.apply, threshold=0.2)`; see `compiler` and `passes`.
+
     Raises `CompileError` for what is wrong with it, and `ConfigError` if a model exceeds `budget_bytes`.
     """
-    graph = compiled(workflow)
+    graph = compiled(workflow, passes=passes)
     _check_budget(graph, budget_bytes)
     adapters = dict(loras or {})
 
     def with_loras(uses: tuple[LoraUse, ...]) -> tuple[Graph, Mapping[str, ModelCode]]:
-        patched = compiled(workflow, tuple((adapters[use.name], use.scale) for use in uses))
+        patched = compiled(workflow, tuple((adapters[use.name], use.scale) for use in uses), passes)
         _check_budget(patched, budget_bytes)
         return patched, codes_of(patched)
 
@@ -48,9 +53,13 @@ def registered(
     return Served(info, graph, with_loras, warn or (lambda inputs: ())), codes_of(graph)
 
 
-def compiled(workflow: Workflow | Graph, loras: tuple[tuple[str, float], ...] = ()) -> Graph:
-    """The workflow's graph after the passes, with adapters (path, scale) on its denoisers."""
-    return compile_workflow(workflow, loras=loras).graph
+def compiled(
+    workflow: Workflow | Graph,
+    loras: tuple[tuple[str, float], ...] = (),
+    passes: Sequence[str | Pass] = (),
+) -> Graph:
+    """The workflow's graph after the default and further passes, with adapters (path, scale) on its denoisers."""
+    return compile_workflow(workflow, with_default(passes), loras=loras).graph
 
 
 def _check_budget(graph: Graph, budget_bytes: int | None) -> None:

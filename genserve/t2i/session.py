@@ -49,6 +49,7 @@ class Session:
 
         Raises `CompileError` for what is wrong with it, `ConfigError` for a model that can't fit.
         """
+        options = {"passes": self._config.passes, **options}
         served, codes = registered(
             workflow, budget_bytes=self._config.weights_budget, loras=self._config.loras, **options
         )
