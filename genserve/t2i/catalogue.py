@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Of the model that is part of the package: what is served with it.
 _PACKAGED_CONTROLNETS = {"tiny-sd3": {"layout": "tiny-sd3-controlnet"}}
 _PACKAGED_LORAS = {"tiny-sd3": {"outline": "tiny-sd3-lora-outline"}}
+# What it is measured with.
+_PACKAGED_DEFAULTS = {"tiny-sd3": {"num_steps": 20, "guidance_scale": 3.0, "max_sequence_length": 20}}
 _INPAINTING_CHANNELS = 9  # of a denoiser that can do nothing else
 
 
@@ -92,6 +94,8 @@ def entries(config: ImageModelConfig) -> list[Entry]:
         made = make(path, controlnet=folder)
         made.name = f"{name}-{_identifier(control)}"
         found.append(Entry(made, family, f"An image from a prompt and a control image ({control}).", path))
+    for entry in found:
+        _set_defaults(entry.workflow, _PACKAGED_DEFAULTS.get(path, {}))
     for file in config.workflows:
         found.extend(Entry(workflow, "workflow") for workflow in load_workflows(file))
     names = [entry.workflow.name for entry in found]
@@ -99,6 +103,12 @@ def entries(config: ImageModelConfig) -> list[Entry]:
     if twice:
         raise ConfigError(f"{display_name(config)}: two workflows are called {', '.join(sorted(twice))}")
     return found
+
+
+def _set_defaults(workflow: Workflow, defaults: Mapping[str, Any]) -> None:
+    for name, value in defaults.items():
+        if name in workflow.inputs:
+            workflow.inputs[name] = replace(workflow.inputs[name], default=value)
 
 
 async def start_client(config: ImageModelConfig) -> LocalWorkflows:

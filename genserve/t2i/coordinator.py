@@ -410,6 +410,7 @@ class Coordinator:
             for port, value in task.values.items()
             if (task.node.id, port) in task.job.outline.carriers
             and value.places
+            and not value.is_inline
             and HOME not in value.places
             and value.nbytes <= self._books.keep_bytes
         ]

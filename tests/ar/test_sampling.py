@@ -220,6 +220,7 @@ def test_choices_differ_and_equal_their_own_seeds_alone(tiny_folder):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_ray_actor_gives_the_same_tokens(tiny_folder, ray_session):
     here = completions(tiny_folder, list(choice_requests()))
     assert completions(tiny_folder, list(choice_requests()), executor="ray") == here

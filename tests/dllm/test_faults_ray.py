@@ -148,12 +148,14 @@ def test_the_worker_that_keeps_the_kv_dies_during_the_transfer(deployment):
     assert deployment.server.settled()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs(deployment):
     deployment.ready()
     grown = deployment.check("decode", "stop")
     assert grown["num_restarts"] >= 1
 
 
+@pytest.mark.slow
 def test_all_workers_lost_and_back(deployment):
     deployment.ready()
     streams = [iter(deployment.server.complete(stream=True, **LONG)) for _ in range(3)]

@@ -7,11 +7,12 @@ import asyncio
 import numpy as np
 
 from genserve.t2i.config import T2iConfig
+from genserve.t2i.models.lora import LoRA
 from genserve.t2i.registration import registered
 from genserve.t2i.request import LoraUse
 from genserve.t2i.serve import start
 from genserve.t2i.workflows import sd3
-from tests.t2i.models.driver import picture, render, rendered_with_adapter
+from tests.t2i.models.driver import picture, render, rendered_with_adapters
 from tests.t2i.running import result, settled
 
 SMALL = {"height": 32, "width": 32, "max_sequence_length": 16}
@@ -47,7 +48,8 @@ def test_requests_at_once_with_adapters_equal_the_plain_graphs(tiny):
             name = "ab"[index // 2 % 2]
             inputs |= {"num_steps": 3, "seed": 5}
             jobs.append((workflow, (LoraUse(name, 0.8),), inputs))
-            _, patched, _ = rendered_with_adapter(graph, adapters[name], 0.8, **inputs)
+            patched_graph = sd3(tiny("sd3"), loras=[LoRA(adapters[name], 0.8)]).to_graph()
+            _, patched, _ = rendered_with_adapters(patched_graph, **inputs)
             wanted.append(patched[0])
         else:
             jobs.append((workflow, (), inputs))

@@ -155,7 +155,7 @@ def below(root: int) -> set[int]:
     return found - {root}
 
 
-@pytest.mark.parametrize("cluster", ["its own", "an existing one"])
+@pytest.mark.parametrize("cluster", [pytest.param("its own", marks=pytest.mark.slow), "an existing one"])
 def test_a_driver_that_is_killed_leaves_no_process_behind(ray_session, cluster):
     import ray
 

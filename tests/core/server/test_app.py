@@ -255,8 +255,7 @@ def test_metrics_count_what_clients_saw(serve_engine):
 
 
 def test_drain_refuses_new_requests_and_finishes_those_in_flight(serve_engine):
-    served = serve_engine(scripted("Hello world", step_delay_s=0.05))
-    expected = served.client.chat.completions.create(**CHAT).choices[0].message.content
+    served = serve_engine(scripted("Hello world", step_delay_s=0.2))
     texts: list[str] = []
 
     def read() -> None:
@@ -275,7 +274,7 @@ def test_drain_refuses_new_requests_and_finishes_those_in_flight(serve_engine):
     assert refused.value.status_code == 503 and refused.value.code == "draining"
     assert httpx.get(served.server.url + "/health").status_code == 503
     reader.join()
-    assert "".join(texts) == expected
+    assert "".join(texts) == "Hello world"
     served.server.join()
 
 
