@@ -41,9 +41,6 @@ class ImageModelConfig(T2iConfig):
     """What clients call it; by default the built-in's or folder's own name."""
     controlnets: Mapping[str, str] = {}
     """ControlNets: name to folder or hub id. Each makes a further workflow, MODEL-NAME."""
-    passes: Mapping[str, Mapping[str, Any]] = {}
-    """Further passes of the compiler for the model's own workflows, with their options, such as
-    {"step_cache": {"threshold": 0.1}}: `genserve.t2i.passes`. They make images faster, and other ones."""
     workflows: tuple[str, ...] = ()
     """Further workflows: JSON files (`Workflow.to_json`), or Python files, of which every workflow is served."""
 
@@ -123,7 +120,7 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
         config = config.model_copy(update={"num_threads": config.num_executors})
     made = entries(config)  # before executors, and the imports that take seconds
     client = await start(config)
-    client.note(model=display_name(config))
+    client.note(model=display_name(config), **({"passes": dict(config.passes)} if config.passes else {}))
     try:
         for entry in made:
             register(client, config, entry)

@@ -111,7 +111,10 @@ class Endings:
             },
             "lora_arrival_steps": job.lora_arrival_steps(),
             "reexecutions": job.num_reruns,
-            "cache_hits": job.cache_hits,
+            "cache_hits": [
+                {"node": task.node.id, "image": task.image, "hit": hit}
+                for task, hit in job.cache_hits.items()
+            ],
             "warnings": list(job.warnings),
         }
 

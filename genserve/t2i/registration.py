@@ -31,7 +31,10 @@ def registered(
     warn: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
     passes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Served, dict[str, ModelCode]]:
-    """The workflow as a client serves it, and the codes of its models. `passes`: further ones, with their options.
+    """The workflow as a client serves it, and the codes of its models.
+
+    `passes` come on top of those that every workflow gets, by name with their options: `{"cfg_split": {}}`,
+    `{"step_cache": {"threshold": 0.2}}`; see `genserve.t2i.passes`.
 
     Raises `CompileError` for what is wrong with it, and `ConfigError` if a model exceeds `budget_bytes`.
     """

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from genserve.core.config import load
 from genserve.core.errors import ExecutionFailed
 from genserve.t2i.client import LocalWorkflows
 from genserve.t2i.config import T2iConfig
@@ -30,10 +31,10 @@ OnUpdate = Callable[[Update], None]
 
 
 class Session:
-    """A runtime of this process's own. `config`: fields of `T2iConfig`."""
+    """A runtime of this process's own. `config`: fields of `T2iConfig`; `ConfigError` for what can't be."""
 
     def __init__(self, config: T2iConfig | None = None, **fields: Any) -> None:
-        self._config = config or T2iConfig(**fields)
+        self._config = config or load(T2iConfig, **fields)
         self._ids = itertools.count()
         self._aio = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._aio.run_forever, name="genserve-session", daemon=True)
@@ -49,6 +50,7 @@ class Session:
 
         Raises `CompileError` for what is wrong with it, `ConfigError` for a model that can't fit.
         """
+        options = {"passes": self._config.passes, **options}
         served, codes = registered(
             workflow, budget_bytes=self._config.weights_budget, loras=self._config.loras, **options
         )
