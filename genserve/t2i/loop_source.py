@@ -156,7 +156,7 @@ def _own_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _counts(loop: ForLoop) -> Objection | None:
     for node in _inside(loop):
-        if isinstance(node, ast.AugAssign) or _is_count(node):
+        if isinstance(node, ast.AugAssign | ast.Assign) and _is_count(node):
             return Objection(
                 getattr(node, "lineno", loop.node.lineno),
                 f"`{ast.unparse(node)}` in a loop over a placeholder: only values of models are carried",
@@ -164,10 +164,10 @@ def _counts(loop: ForLoop) -> Objection | None:
     return None
 
 
-def _is_count(node: ast.AST) -> bool:
-    """Whether it is such as `k = k + 1`: arithmetic on what the statement assigns."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.BinOp):
-        return False
+def _is_count(node: ast.AugAssign | ast.Assign) -> bool:
+    """Whether it is such as `k += 1` or `k = k + 1`: arithmetic on what the statement assigns."""
+    if isinstance(node, ast.AugAssign) or not isinstance(node.value, ast.BinOp):
+        return isinstance(node, ast.AugAssign)
     assigned = {target.id for target in node.targets if isinstance(target, ast.Name)}
     return any(isinstance(part, ast.Name) and part.id in assigned for part in ast.walk(node.value))
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.t2i.model import Model
-from genserve.t2i.models import step_cache
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
-from genserve.t2i.models.step_cache import THRESHOLD, StepCache
+from genserve.t2i.models.step_cache import THRESHOLD, StepCache, add_step_cache, step_hit
 from genserve.t2i.models.text import EMBEDS, TextEncoder, embeds, load_encoders
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensor, tensors
@@ -93,7 +92,7 @@ class Flux(Model):
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
-        step_cache.add_ports(self)
+        add_step_cache(self)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """As any call, but that both outputs of a ControlNet may be given as one."""
@@ -128,7 +127,7 @@ class Flux(Model):
         repeat_residuals: bool = False,
         step: int = 0,
         num_steps: int | None = None,
-        **state: Sequence[torch.Tensor] | None,
+        step_cache: Sequence[torch.Tensor] | None = None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         transformer = model_components["transformer"]
@@ -137,7 +136,7 @@ class Flux(Model):
             "controlnet_single_block_samples": single_residuals or None,
             "controlnet_blocks_repeat": repeat_residuals,
         }
-        threshold, states = self.params.get(THRESHOLD) or 0.0, state.get("step_cache") or []
+        threshold, states = self.params.get(THRESHOLD) or 0.0, step_cache or []
         half = len(states) if negative_prompt_embeds is None or true_cfg_scale <= 1 else len(states) // 2
         calls = [StepCache(states[:half], threshold)]
         noise_pred = calls[0].view(transformer)(**common, **_text_inputs(prompt_embeds))[0]
@@ -148,7 +147,7 @@ class Flux(Model):
         outputs = {
             "noise_pred": unpack(noise_pred, *latents.shape[-2:]),
             "step_cache": [tensor for call in calls for tensor in call.state],
-            "hit": step_cache.hit(step, calls),
+            "hit": step_hit(step, calls),
         }
         return {port.name: outputs[port.name] for port in self.output_ports}
 

@@ -173,7 +173,7 @@ class InpaintBlend(Model):
 
 
 class Sum(Model):
-    """The residuals of two ControlNets as one: the sums, item by item. `first` plus `second` tensors of equal length."""
+    """The residuals of two ControlNets as one: the sums, item by item."""
 
     def setup_io(self) -> None:
         self.add_input("first", tensors())
@@ -189,6 +189,20 @@ class Sum(Model):
         if len(first) != len(second):
             raise ValueError(f"residuals of unlike ControlNets: {len(first)} and {len(second)}")
         return {"residuals": [one + other for one, other in zip(first, second, strict=True)]}
+
+
+class TensorSum(Model):
+    """The sum of two tensors, such as what two ControlNets have for a UNet's middle block."""
+
+    def setup_io(self) -> None:
+        self.add_input("first", tensor())
+        self.add_input("second", tensor())
+        self.add_output("sum", tensor())
+
+    def execute(
+        self, model_components: dict[str, Any], first: torch.Tensor, second: torch.Tensor
+    ) -> dict[str, Any]:
+        return {"sum": first + second}
 
 
 class Pixels(_OnDevice):

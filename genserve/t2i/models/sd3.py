@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from genserve.core.errors import InvalidRequest
 from genserve.core.models.registry import located
 from genserve.t2i.model import Model
-from genserve.t2i.models import step_cache
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.lazy import map_tensors
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
-from genserve.t2i.models.step_cache import THRESHOLD, StepCache
+from genserve.t2i.models.step_cache import THRESHOLD, StepCache, add_step_cache, step_hit
 from genserve.t2i.models.text import EMBEDS, TextEncoder, Tokenizer, embeds, load_encoders
 from genserve.t2i.ports import LOOP_COUNT, LOOP_INDEX, CfgPorts, tensors
 
@@ -126,7 +125,7 @@ class SD3Transformer(Model):
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
-        step_cache.add_ports(self)
+        add_step_cache(self)
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
@@ -148,13 +147,13 @@ class SD3Transformer(Model):
         branch: int | None = None,
         step: int = 0,
         num_steps: int | None = None,
-        **state: Sequence[torch.Tensor] | None,
+        step_cache: Sequence[torch.Tensor] | None = None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         batch = guided_batch(latents, prompt_embeds, negative_prompt_embeds, guidance_scale)
         if residuals is not None and branch is not None:
             residuals = map_tensors(residuals, lambda pair: own_row(pair, branch))
-        cached = StepCache(state.get("step_cache"), self.params.get(THRESHOLD) or 0.0)
+        cached = StepCache(step_cache, self.params.get(THRESHOLD) or 0.0)
         noise_pred = cached.view(model_components["transformer"])(
             hidden_states=batch.latents,
             timestep=timestep(schedule, step).to(latents.device).expand(batch.latents.shape[0]),
@@ -169,7 +168,7 @@ class SD3Transformer(Model):
         outputs = {
             "noise_pred": noise_pred,
             "step_cache": cached.state,
-            "hit": step_cache.hit(step, [cached]),
+            "hit": step_hit(step, [cached]),
         }
         return {port.name: outputs[port.name] for port in self.output_ports}
 

@@ -116,7 +116,7 @@ class _Block:
         return getattr(self._block, name)
 
 
-def add_ports(model: Model) -> None:
+def add_step_cache(model: Model) -> None:
     """What a model has besides, if it has the parameter; `hit` is None, or says that the step left blocks out."""
     if model.params.get(THRESHOLD) is not None:
         model.add_input("step_cache", tensors(), default=None)
@@ -124,7 +124,7 @@ def add_ports(model: Model) -> None:
         model.add_output("hit", dict)
 
 
-def hit(step: int, calls: Sequence[StepCache]) -> dict[str, Any] | None:
+def step_hit(step: int, calls: Sequence[StepCache]) -> dict[str, Any] | None:
     """What `hit` says of a step: how many of its calls of the transformer left blocks out, if any."""
     num_calls = sum(call.has_skipped for call in calls)
     return {"step": step, "threshold": calls[0].threshold, "num_calls": num_calls} if num_calls else None

@@ -12,15 +12,15 @@ from genserve.t2i.models.lora_file import targets_text
 from genserve.t2i.models.schedule import Denoise, Schedule
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.passes.step_cache import cached
-from genserve.t2i.ports import IMAGE
 from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows.control import ControlNets, added, control_inputs, paths, suffix
 from genserve.t2i.workflows.limits import default_size
 from genserve.t2i.workflows.start import Mode, checkpoint, start, strength_input, workflow_name
 
 
 def flux(
     model_path: str,
-    controlnet: str | None = None,
+    controlnet: ControlNets = None,
     loras: Sequence[ModelPatch] = (),
     mode: Mode = "text",
     true_cfg: bool = False,
@@ -69,42 +69,47 @@ def flux(
             true_cfg_scale = wf.add_input("true_cfg_scale", float, default=1.0, description="Up to 1: none")
             negative = encode(negative_prompt, max_sequence_length=max_length)
         schedule, first, count = Schedule(model_path=model_path)(num_steps, height, width, strength, options)
-        draw = 0
-        if controlnet is not None:
-            net = FluxControlNet(**checkpoint(controlnet, dtype))
-            control_image = wf.add_input("control_image", IMAGE)
-            control_mode = wf.add_input("control_mode", int, default=None, description="Of union ControlNets")
-            conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
-            control_start = wf.add_input(
-                "control_start", float, default=0.0, description="Share of the steps"
+        nets, controls, draw = [], [], 0
+        for number, path in enumerate(paths(controlnet)):
+            nets.append(FluxControlNet(**checkpoint(path, dtype)))
+            given = control_inputs(wf, number)
+            control_mode = wf.add_input(
+                f"control_mode{suffix(number)}", int, default=None, description="Of union ControlNets"
             )
-            control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
-            if reads_pixels(controlnet):
-                control = Pixels(**source)(control_image, height, width)
+            if reads_pixels(path):
+                control = Pixels(**source)(given.image, height, width)
             else:
-                draw = 1  # the pipeline draws the control image's noise first
                 control = vae(
-                    image=control_image, mode="encode", height=height, width=width, seed=seed, is_control=True
+                    image=given.image,
+                    mode="encode",
+                    height=height,
+                    width=width,
+                    seed=seed,
+                    draw=draw,
+                    is_control=True,
                 )
+                draw += 1  # the pipeline draws the control images' noise first
+            controls.append((control, control_mode, given))
         begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first, draw, dtype)
 
-        latents, residuals, single_residuals = begin.latents, None, None
+        latents = begin.latents
         for step in wf.loop(count, first=first):
-            if controlnet is not None:
-                residuals = net(
+            residuals = single_residuals = None
+            for net, (control, control_mode, given) in zip(nets, controls, strict=True):
+                more: Any = net(
                     latents,
                     embeds,
                     control,
                     schedule,
-                    conditioning_scale,
+                    given.scale,
                     guidance_scale,
                     control_mode,
-                    control_start,
-                    control_end,
+                    given.start,
+                    given.end,
                     first=first,
                 )
-                if net.has_single_blocks:
-                    residuals, single_residuals = residuals
+                double, single = more if net.has_single_blocks else (more, None)
+                residuals, single_residuals = added(residuals, double), added(single_residuals, single)
             noise_pred = transformer(
                 latents,
                 embeds,
@@ -114,7 +119,7 @@ def flux(
                 guidance_scale,
                 true_cfg_scale,
                 schedule,
-                repeat_residuals=controlnet is not None and reads_pixels(controlnet),
+                repeat_residuals=any(map(reads_pixels, paths(controlnet))),
             )
             latents = begin.keep(denoise(noise_pred, latents, schedule, seed, step))
         wf.add_output(vae(latents, mode="decode"), "image")

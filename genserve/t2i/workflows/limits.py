@@ -17,6 +17,7 @@ from genserve.t2i.models.checkpoint import (
     vae_scale_factor,
 )
 from genserve.t2i.models.schedule import MULTISTEP, STATELESS, first_step
+from genserve.t2i.workflows.control import MAX_CONTROLNETS, suffix
 
 _FAMILIES = {
     "StableDiffusion3": "sd3",
@@ -61,9 +62,9 @@ def limits(family: str, model_path: str) -> dict[str, dict[str, Any]]:
         "num_steps": {"minimum": 1, "maximum": train},
         "strength": {"minimum": 0.0, "maximum": 1.0},
         "guidance_scale": {"minimum": 0.0, "maximum": 100.0},
-        "control_start": {"minimum": 0.0, "maximum": 1.0},
-        "control_end": {"minimum": 0.0, "maximum": 1.0},
     }
+    for name in _of_each_controlnet("control_start", "control_end"):
+        found[name] = {"minimum": 0.0, "maximum": 1.0}
     if family in ("sd3", "flux"):
         found["max_sequence_length"] = {"minimum": 1, "maximum": _MAX_TOKENS}
         found["true_cfg_scale"] = found["guidance_scale"]
@@ -81,10 +82,16 @@ def check(
     Takes a request's inputs with or without defaults filled in.
     """
     errors = [*_solver(family, inputs), *_steps(model_path, inputs)]
-    start, end = inputs.get("control_start"), inputs.get("control_end")
-    if start is not None and end is not None and start > end:
-        errors.append(InvalidRequest("control_start", f"{start} is after control_end, {end}"))
+    for name in _of_each_controlnet("control_start"):
+        start, end_name = inputs.get(name), name.replace("start", "end")
+        end = inputs.get(end_name)
+        if start is not None and end is not None and start > end:
+            errors.append(InvalidRequest(name, f"{start} is after {end_name}, {end}"))
     return tuple(errors), tuple(_inert(family, inputs))
+
+
+def _of_each_controlnet(*names: str) -> list[str]:
+    return [f"{name}{suffix(number)}" for name in names for number in range(MAX_CONTROLNETS)]
 
 
 def _solver(family: str, inputs: Mapping[str, Any]) -> list[InvalidRequest]:
@@ -120,6 +127,8 @@ def _inert(family: str, inputs: Mapping[str, Any]) -> list[str]:
     for negative in ("negative_prompt", "negative_prompt_2", "negative_prompt_3"):
         if inputs.get(negative) and scale is not None and scale <= 1:
             warnings.append(f"{negative} has no effect: {name} is {scale:g}, and guidance begins above 1")
-    if inputs.get("conditioning_scale") == 0:
-        warnings.append("control_image has no effect: conditioning_scale is 0")
+    for scale_name in _of_each_controlnet("conditioning_scale"):
+        if inputs.get(scale_name) == 0:
+            image = scale_name.replace("conditioning_scale", "control_image")
+            warnings.append(f"{image} has no effect: {scale_name} is 0")
     return warnings

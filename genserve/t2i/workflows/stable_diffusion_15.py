@@ -10,15 +10,15 @@ from genserve.t2i.models.latents import Pixels
 from genserve.t2i.models.schedule import MultistepDenoise, Schedule
 from genserve.t2i.models.sd15 import SD15ControlNet, SD15TextEncoder, SD15UNet
 from genserve.t2i.models.vae import VAE
-from genserve.t2i.ports import IMAGE
 from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows.control import ControlNets, added, control_inputs, paths
 from genserve.t2i.workflows.limits import default_size
 from genserve.t2i.workflows.painting import Painting, begin_painting
 from genserve.t2i.workflows.start import Mode, start, strength_input, workflow_name
 
 
 def sd15(
-    model_path: str, controlnet: str | None = None, loras: Sequence[ModelPatch] = (), mode: Mode = "text"
+    model_path: str, controlnet: ControlNets = None, loras: Sequence[ModelPatch] = (), mode: Mode = "text"
 ) -> Workflow:
     """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint")."""
     with Workflow(workflow_name("sd15", mode, controlnet)) as wf:
@@ -49,34 +49,35 @@ def sd15(
             begin = begin_painting(wf, model_path, vae, seed, height, width, schedule, first, strength)
         else:
             begin = Painting(start(wf, mode, model_path, vae, seed, height, width, schedule, first).latents)
-        if controlnet is not None:
-            net = SD15ControlNet(model_path=controlnet)
-            control_image = wf.add_input("control_image", IMAGE)
-            conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
-            control_start = wf.add_input(
-                "control_start", float, default=0.0, description="Share of the steps"
-            )
-            control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
+        nets, controls = [], []
+        for number, path in enumerate(paths(controlnet)):
+            nets.append(SD15ControlNet(model_path=path))
+            given = control_inputs(wf, number)
+            control = Pixels(model_path=model_path, normalize=False)(given.image, height, width)
+            controls.append((control, given))
+        guess_mode: Any = False
+        if nets:
             guess_mode = wf.add_input("guess_mode", bool, default=False, description="As if without a prompt")
-            control = Pixels(model_path=model_path, normalize=False)(control_image, height, width)
 
         latents: Any = begin.latents
-        history = down = middle = None
+        history = None
         for step in wf.loop(count, first=first):
-            if controlnet is not None:
-                down, middle = net(
+            down = middle = None
+            for net, (control, given) in zip(nets, controls, strict=True):
+                more_down, more_middle = net(
                     latents,
                     embeds,
                     control,
                     schedule,
-                    conditioning_scale,
+                    given.scale,
                     negative,
                     guidance_scale,
-                    control_start,
-                    control_end,
+                    given.start,
+                    given.end,
                     guess_mode,
                     first=first,
                 )
+                down, middle = added(down, more_down), added(middle, more_middle)
             noise_pred = unet(latents, embeds, down, middle, negative, guidance_scale, schedule, begin.paint)
             latents, history = denoise(noise_pred, latents, history, schedule, seed, step)
             latents = begin.keep(latents)

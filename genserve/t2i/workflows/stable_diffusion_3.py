@@ -10,15 +10,15 @@ from genserve.t2i.models.schedule import Denoise, Schedule
 from genserve.t2i.models.sd3 import SD3ControlNet, SD3TextEncoder, SD3Transformer, control_vae_shift
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.passes.step_cache import cached
-from genserve.t2i.ports import IMAGE
 from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows.control import ControlNets, added, control_inputs, paths
 from genserve.t2i.workflows.limits import default_size
 from genserve.t2i.workflows.start import Mode, checkpoint, start, strength_input, workflow_name
 
 
 def sd3(
     model_path: str,
-    controlnet: str | None = None,
+    controlnet: ControlNets = None,
     loras: Sequence[ModelPatch] = (),
     mode: Mode = "text",
     dtype: str | None = None,
@@ -58,34 +58,36 @@ def sd3(
         negative = encode(negative_prompt, max_sequence_length=max_length)
         schedule, first, count = Schedule(model_path=model_path)(num_steps, height, width, strength, options)
         begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first, 0, dtype)
-        if controlnet is not None:
-            net = SD3ControlNet(**checkpoint(controlnet, dtype), transformer_path=model_path)
-            control_image = wf.add_input("control_image", IMAGE)
-            conditioning_scale = wf.add_input("conditioning_scale", float, default=1.0)
-            control_start = wf.add_input(
-                "control_start", float, default=0.0, description="Share of the steps"
-            )
-            control_end = wf.add_input("control_end", float, default=1.0, description="Share of the steps")
-            shift = control_vae_shift(controlnet)
+        shared = {"negative_prompt_embeds": negative, "guidance_scale": guidance_scale, "first": first}
+        nets, controls = [], []
+        for number, path in enumerate(paths(controlnet)):
+            nets.append(SD3ControlNet(**checkpoint(path, dtype), transformer_path=model_path))
+            given = control_inputs(wf, number)
             control = vae(
-                image=control_image, mode="encode", height=height, width=width, shift=shift, is_control=True
+                image=given.image,
+                mode="encode",
+                height=height,
+                width=width,
+                shift=control_vae_shift(path),
+                is_control=True,
             )
+            controls.append((control, given))
 
-        latents, residuals = begin.latents, None
+        latents = begin.latents
         for step in wf.loop(count, first=first):
-            if controlnet is not None:
-                residuals = net(
+            residuals = None
+            for net, (control, given) in zip(nets, controls, strict=True):
+                more = net(
                     latents,
                     embeds,
                     control,
                     schedule,
-                    conditioning_scale,
-                    negative_prompt_embeds=negative,
-                    guidance_scale=guidance_scale,
-                    guidance_start=control_start,
-                    guidance_end=control_end,
-                    first=first,
+                    given.scale,
+                    guidance_start=given.start,
+                    guidance_end=given.end,
+                    **shared,
                 )
+                residuals = added(residuals, more)
             noise_pred = transformer(latents, embeds, residuals, negative, guidance_scale, schedule)
             latents = begin.keep(denoise(noise_pred, latents, schedule, seed, step))
         wf.add_output(vae(latents, mode="decode"), "image")

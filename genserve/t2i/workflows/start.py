@@ -12,11 +12,12 @@ from genserve.t2i.models.latents import AddNoise, InpaintBlend, InpaintMask, Lat
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.ports import IMAGE
 from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows.control import ControlNets
 
 Mode = Literal["text", "image", "inpaint"]
 
 
-def workflow_name(family: str, mode: Mode, controlnet: str | None) -> str:
+def workflow_name(family: str, mode: Mode, controlnet: ControlNets) -> str:
     """Such as "sd3_inpaint_controlnet". Raises `ValueError`."""
     if mode not in ("text", "image", "inpaint"):
         raise ValueError(f'mode is {mode!r}; it is "text", "image" or "inpaint"')

@@ -12,7 +12,9 @@ from genserve.core.server.in_thread import Parts, ServerInThread
 from genserve.families import start_model
 from genserve.t2i.models.language import LanguageModel
 from genserve.t2i.reference import evaluate
+from genserve.t2i.session import Session
 from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows import sd3
 
 SMALL = {"kv_pool": "4MiB", "num_threads": 1}
 QUESTION = "What is the capital of France?"
@@ -36,6 +38,22 @@ def test_the_text_is_what_the_library_says(model):
         plain = llm.generate(f"Q: {QUESTION}", max_tokens=8, temperature=0, seed=0).text.strip()
     assert expected and rewritten(**params) == rewritten(**params) == expected
     assert rewritten(**{**params, "instruction": "Q: ", "chat": False, "max_tokens": 8}) == plain
+
+
+def test_a_rewritten_prompt_feeds_an_image(tiny):
+    paint = sd3(tiny("sd3"))
+    with Workflow("illustrate") as wf:
+        idea, seed = wf.add_input("idea", str), wf.add_input("seed", int)
+        text = LanguageModel(model_path="tiny-llama", max_tokens=8, options=SMALL)(idea)
+        wf.add_output(text, "prompt")
+        wf.add_output(paint(text, seed=seed, num_steps=1, height=32, width=32), "image")
+    with Session(num_threads=1) as session:
+        session.register(wf)
+        session.register(paint)
+        made = session.run("illustrate", idea=QUESTION, seed=3).outputs[0]
+        plain = session.run("sd3", prompt=made["prompt"], seed=3, num_steps=1, height=32, width=32)
+    assert made["prompt"] == rewritten(model_path="tiny-llama", max_tokens=8, options=SMALL)
+    assert made["image"] == plain.outputs[0]["image"]
 
 
 def test_the_same_model_behind_http_says_the_same():

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from genserve.t2i.compiler import compile_workflow
-from genserve.t2i.graph import walk
+from genserve.t2i.graph import Const, walk
 from genserve.t2i.models.lora import LoRA
 from genserve.t2i.passes import DEFAULT
 from genserve.t2i.reference import run
-from genserve.t2i.workflows import sd3
+from genserve.t2i.workflow import Workflow
+from genserve.t2i.workflows import sd3, sdxl
 
 INPUTS = {
     "prompt": "a red cat",
@@ -73,3 +74,15 @@ def test_models_over_the_same_files_share_what_they_load(tiny, workflow):
     ]
     assert len(ids[0]) == 3 and ids[0] < ids[1]  # text encoders, transformer, autoencoder; and the ControlNet
     assert "" not in {node.model.identity for node in walk(graph.nodes)}
+
+
+def test_sizes_that_an_outer_workflow_fixes_are_folded(tiny):
+    inner = sdxl(tiny("sdxl"))
+    with Workflow("square") as wf:
+        prompt, seed = wf.add_input("prompt", str), wf.add_input("seed", int)
+        wf.add_output(inner(prompt=prompt, seed=seed, num_steps=1, height=32, width=32), "image")
+    graph = compile_workflow(wf).graph
+    ids = {node.id for node in walk(wf.to_graph().nodes)} - {node.id for node in walk(graph.nodes)}
+    assert ids == {"sdxl/sdxl_sizes"}
+    unet = next(node for node in walk(graph.nodes) if node.id == "sdxl/sdxlunet")
+    assert dict(unet.inputs)["sizes"] == Const([32, 32, 0, 0, 32, 32])
