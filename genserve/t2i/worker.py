@@ -230,6 +230,9 @@ class T2iWorker:
     def _unload(self, identity: str) -> None:
         weights = self._weights.pop(identity, None)
         if weights is not None and self._host is not None:
+            if weights.patcher is not None:  # its pristine copies would stay on the device
+                weights.patcher.restore(weights.components)
+                weights.patcher = None
             self._host.keep(identity, weights, weights.components)
 
     def _loaded(self, model: Model, identity: str) -> Weights:
