@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from genserve.core.control import Done, Effect, Event, Failed, Message, Send, Timer, WakeAt
-from genserve.core.errors import ExecutionFailed
+from genserve.core.errors import ExecutionFailed, InvalidRequest
 from genserve.t2i.books import HOME, Books, ExecutorSpec, HomeRun
 from genserve.t2i.dispatching import Dispatching
 from genserve.t2i.endings import Endings
@@ -33,9 +33,11 @@ from genserve.t2i.messages import (
     ExecutorBack,
     ExecutorGone,
     ExecutorLost,
+    Forget,
     Given,
     Missed,
     Ran,
+    Refused,
     Register,
     Skipped,
     Stored,
@@ -116,6 +118,8 @@ class Coordinator:
             case Register(name, graph, codes):
                 self._books.workflows[name] = Outline.of(graph)
                 self._books.codes.update(codes)
+            case Forget(name):
+                self._books.workflows.pop(name, None)
             case ExecutorLost(name, _):
                 self._recovery.lose(self._books.executors[name])
             case ExecutorBack(name):
@@ -154,6 +158,9 @@ class Coordinator:
         except ExecutionFailed as error:
             self._endings.end(job, "ExecutionFailed", str(error))
             return
+        except InvalidRequest as error:
+            self._endings.end(job, "InvalidRequest", error.message, error.field)
+            return
         for task in tasks:
             self._books.consider(task)
         if job.instance.is_complete:
@@ -178,6 +185,8 @@ class Coordinator:
             self._complete(task, flight, result)
         elif isinstance(result, Missed):
             self._recovery.missed(task, flight, result)
+        elif isinstance(result, Refused):
+            self._endings.end(job, "InvalidRequest", result.reason, result.field)
         elif isinstance(result, Skipped):
             self._recovery.retry(task)
         else:

@@ -118,11 +118,11 @@ class Endings:
             "warnings": list(job.warnings),
         }
 
-    def end(self, job: Job, kind: str, reason: str) -> None:
+    def end(self, job: Job, kind: str, reason: str, field: str = "") -> None:
         job.held.clear()
         if not job.ending:
             job.ending = True
-            self._books.effects.append(Send(GATEWAY, Ended(job.request.request_id, kind, reason)))
+            self._books.effects.append(Send(GATEWAY, Ended(job.request.request_id, kind, reason, field)))
             self.stop_rest(job)
         self.forget_if_over(job)
 
