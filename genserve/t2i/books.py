@@ -124,5 +124,6 @@ class Books:
             "num_ready": len(self.ready),
             "num_values": self.ledger.num_values,
             "num_executors": sum(executor.up for executor in self.executors.values()),
+            "num_workflows": len(self.workflows),
             "num_models": sum(len(executor.models) for executor in self.executors.values()),
         }

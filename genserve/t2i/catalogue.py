@@ -41,9 +41,6 @@ class ImageModelConfig(T2iConfig):
     """What clients call it; by default the built-in's or folder's own name."""
     controlnets: Mapping[str, str] = {}
     """ControlNets: name to folder or hub id. Each makes a further workflow, MODEL-NAME."""
-    passes: Mapping[str, Mapping[str, Any]] = {}
-    """Further passes of the compiler for the model's own workflows, with their options, such as
-    {"step_cache": {"threshold": 0.1}}: `genserve.t2i.passes`. They make images faster, and other ones."""
     workflows: tuple[str, ...] = ()
     """Further workflows: JSON files (`Workflow.to_json`), or Python files, of which every workflow is served."""
 
@@ -55,7 +52,8 @@ class Entry:
     workflow: Workflow
     family: str = ""
     description: str = ""
-    model_path: str | None = None
+    is_own: bool = True
+    """Of the model, not of a file beside it."""
 
 
 def display_name(config: ImageModelConfig) -> str:
@@ -92,15 +90,15 @@ def entries(config: ImageModelConfig) -> list[Entry]:
     for mode in modes:
         made = make(path, mode=mode)
         made.name = name if mode == "text" else f"{name}-{mode}"
-        found.append(Entry(made, family, what[mode], path))
+        found.append(Entry(made, family, what[mode]))
     for control, folder in {**_PACKAGED_CONTROLNETS.get(path, {}), **config.controlnets}.items():
         made = make(path, controlnet=folder)
         made.name = f"{name}-{_identifier(control)}"
-        found.append(Entry(made, family, f"An image from a prompt and a control image ({control}).", path))
+        found.append(Entry(made, family, f"An image from a prompt and a control image ({control})."))
     for entry in found:
         _set_defaults(entry.workflow, _PACKAGED_DEFAULTS.get(path, {}))
     for file in config.workflows:
-        found.extend(Entry(workflow, "workflow") for workflow in load_workflows(file))
+        found.extend(Entry(workflow, "workflow", is_own=False) for workflow in load_workflows(file))
     names = [entry.workflow.name for entry in found]
     twice = {each for each in names if names.count(each) > 1}
     if twice:
@@ -123,7 +121,7 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
         config = config.model_copy(update={"num_threads": config.num_executors})
     made = entries(config)  # before executors, and the imports that take seconds
     client = await start(config)
-    client.note(model=display_name(config))
+    client.note(model=display_name(config), **({"passes": dict(config.passes)} if config.passes else {}))
     try:
         for entry in made:
             register(client, config, entry)
@@ -136,33 +134,15 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
 def register(client: LocalWorkflows, config: ImageModelConfig, entry: Entry) -> None:
     """Let requests name the entry's workflow."""
     from genserve.t2i.registration import registered
-    from genserve.t2i.workflows import check, limits
 
-    path = entry.model_path
-    if path is None:
-        served, codes = registered(
-            entry.workflow, budget_bytes=config.weights_budget, loras=loras_of(config), family=entry.family
-        )
-    else:
-        declared = {name for name in entry.workflow.inputs}
-        bounds = {name: each for name, each in limits(entry.family, path).items() if name in declared}
-
-        def warn(inputs: Mapping[str, Any], family: str = entry.family) -> tuple[str, ...]:
-            problems, warnings = check(family, path, inputs)
-            if problems:
-                raise problems[0]
-            return warnings
-
-        served, codes = registered(
-            entry.workflow,
-            budget_bytes=config.weights_budget,
-            loras=loras_of(config),
-            limits=bounds,
-            family=entry.family,
-            description=entry.description,
-            warn=warn,
-            passes=config.passes,
-        )
+    served, codes = registered(
+        entry.workflow,
+        budget_bytes=config.weights_budget,
+        loras=loras_of(config),
+        family=entry.family,
+        description=entry.description,
+        passes=config.passes if entry.is_own else None,
+    )
     client.serve(served, codes)
 
 

@@ -7,9 +7,10 @@ event loop, and executors are reached from there.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from genserve.t2i.messages import (
     Cancel,
     Ended,
     Finished,
+    Forget,
     HeldInput,
     Here,
     ModelCode,
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
     from genserve.t2i.space import Space
 
 logger = logging.getLogger(__name__)
+
+# Workflows with adapters on top that are kept compiled: scales are any number, so requests can name any number.
+_MAX_VARIANTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,8 @@ class LocalWorkflows:
         self._facts = dict(facts or {})
         self._closed = closed
         self._served: dict[str, Served] = {}
-        self._variants: set[str] = set()
+        self._variants: OrderedDict[str, None] = OrderedDict()  # the least recently used first
+        self._numbers = itertools.count()
         self._open: dict[str, _Open] = {}
         self._failure: GenserveError | None = None
         self._aio = asyncio.get_running_loop()
@@ -145,7 +151,8 @@ class LocalWorkflows:
         """From now on requests may name the workflow; one of the same name is replaced."""
         name = served.info.name
         self._served[name] = served
-        self._variants = {variant for variant in self._variants if variant.partition("\n")[0] != name}
+        for variant in [each for each in self._variants if each.partition("\n")[0] == name]:
+            self._forget(variant)
         self._loop.post(COORDINATOR, Register(name, served.graph, codes), GATEWAY)
 
     def workflows(self) -> Mapping[str, WorkflowInfo]:
@@ -167,7 +174,7 @@ class LocalWorkflows:
 
     # -- requests --------------------------------------------------------------------------------------
 
-    def invoke(self, request: InvokeRequest) -> AsyncIterator[Update]:
+    def invoke(self, request: InvokeRequest) -> UpdateStream:
         served = self._served.get(request.workflow)
         if served is None:
             raise errors.ModelNotFound(
@@ -184,16 +191,20 @@ class LocalWorkflows:
         if len(self._open) >= self._max_queued:
             stream.put(Overloaded(f"{len(self._open)} requests are in flight (max_queued_requests)"))
             return stream
-        self._open[request.request_id] = _Open(request, served, inputs, stream, tuple(served.warn(inputs)))
+        opened = _Open(request, served, inputs, stream, tuple(served.warn(inputs)))
+        owner, made = f"input-{next(self._numbers)}", list[Any]()
         try:
             held = {
-                key: self._held(request.request_id, key, value, self._type_of(served, key))
+                key: self._held(owner, key, value, self._type_of(served, key), made)
                 for key, value in inputs.items()
             }
-        except GenserveError as error:  # no room for its pictures
-            del self._open[request.request_id]
-            stream.put(error)
+        except BaseException as error:
+            self._space.release(made)
+            if isinstance(error, InvalidRequest) or not isinstance(error, GenserveError):
+                raise
+            stream.put(error)  # no room for its pictures
             return stream
+        self._open[request.request_id] = opened
         deadline_s = None if request.deadline_s is None else self._aio.time() + request.deadline_s
         self._loop.post(
             COORDINATOR,
@@ -220,26 +231,40 @@ class LocalWorkflows:
                 known = ", ".join(served.info.loras) or "none"
                 raise InvalidRequest("loras", f"no adapter {lora.name[:100]!r} (there is: {known})")
         name = "\n".join((served.info.name, *(f"{lora.name}\t{lora.scale!r}" for lora in loras)))
-        if name not in self._variants:
-            graph, codes = served.with_loras(loras)
-            self._variants.add(name)
-            self._loop.post(COORDINATOR, Register(name, graph, codes), GATEWAY)
+        if name in self._variants:
+            self._variants.move_to_end(name)
+            return name
+        graph, codes = served.with_loras(loras)
+        self._variants[name] = None
+        self._loop.post(COORDINATOR, Register(name, graph, codes), GATEWAY)
+        if len(self._variants) > _MAX_VARIANTS:
+            self._forget(next(iter(self._variants)))
         return name
+
+    def _forget(self, variant: str) -> None:
+        """Requests that have arrived keep their own."""
+        del self._variants[variant]
+        self._loop.post(COORDINATOR, Forget(variant), GATEWAY)
 
     def _type_of(self, served: Served, name: str) -> PortType:
         return next(each.type for each in served.info.inputs if each.name == name)
 
-    def _held(self, request_id: str, name: str, value: Any, type: PortType) -> Any:
+    def _held(self, owner: str, name: str, value: Any, type: PortType, made: list[Any]) -> Any:
         if value is None or type.is_inline:
             return value
         if type.kind == "list":
             assert type.item is not None
             return [
-                self._held(request_id, f"{name}[{index}]", item, type.item)
+                self._held(owner, f"{name}[{index}]", item, type.item, made)
                 for index, item in enumerate(value)
             ]
-        key = (request_id, name)
-        stored = self._space.put(key, picture_tensor(value))
+        key = owner, name
+        try:
+            picture = picture_tensor(value)
+        except OSError as error:  # pictures are read when they are first needed
+            raise InvalidRequest(name, f"is a broken picture: {error}") from error
+        stored = self._space.put(key, picture)
+        made.append(key)
         assert isinstance(stored, Stored)
         return HeldInput(key, stored)
 
@@ -268,7 +293,8 @@ class LocalWorkflows:
                 if opened is not None:
                     del self._open[body.request_id]
                     kind = getattr(errors, body.kind, ExecutionFailed)
-                    opened.stream.put(kind(body.reason))
+                    arguments = (body.field, body.reason) if body.field else (body.reason,)
+                    opened.stream.put(kind(*arguments))
 
     def _finish(self, body: Finished, opened: _Open | None) -> None:
         keys = tuple(value.key for image in body.outputs for item in image.values() for value in _heres(item))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from genserve.core.errors import CompileError
 from genserve.t2i.graph import Graph
 from genserve.t2i.identity import identified
-from genserve.t2i.passes import DEFAULT, Pass, find_pass
+from genserve.t2i.passes import DEFAULT, Pass, find_pass, name_of
 from genserve.t2i.passes.lora import add_loras
 from genserve.t2i.verify import verify
 from genserve.t2i.workflow import Workflow
@@ -61,7 +61,7 @@ def compile_workflow(
     steps: list[tuple[str, Callable[[Graph], Graph]]] = []
     if loras:
         steps.append(("loras", functools.partial(add_loras, loras=loras)))
-    steps += [(_name(each), find_pass(each) if isinstance(each, str) else each) for each in passes]
+    steps += [(name_of(each), find_pass(each) if isinstance(each, str) else each) for each in passes]
     steps.append(("identified", identify or identified))
     for name, step in steps:
         graph = step(graph)
@@ -76,10 +76,3 @@ def compile_workflow(
             ) from error
         stages.append(Stage(name, graph))
     return Compiled(tuple(stages))
-
-
-def _name(each: str | Pass) -> str:
-    if isinstance(each, str):
-        return each
-    function = each.func if isinstance(each, functools.partial) else each
-    return function.__module__.rpartition(".")[2] if function.__name__ == "apply" else function.__name__

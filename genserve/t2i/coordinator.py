@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from genserve.core.control import Done, Effect, Event, Failed, Message, Send, Timer, WakeAt
-from genserve.core.errors import ExecutionFailed
+from genserve.core.errors import ExecutionFailed, InvalidRequest
 from genserve.t2i.books import HOME, Books, ExecutorSpec, HomeRun
 from genserve.t2i.dispatching import Dispatching
 from genserve.t2i.endings import Endings
@@ -33,9 +33,11 @@ from genserve.t2i.messages import (
     ExecutorBack,
     ExecutorGone,
     ExecutorLost,
+    Forget,
     Given,
     Missed,
     Ran,
+    Refused,
     Register,
     Skipped,
     Stored,
@@ -116,6 +118,8 @@ class Coordinator:
             case Register(name, graph, codes):
                 self._books.workflows[name] = Outline.of(graph)
                 self._books.codes.update(codes)
+            case Forget(name):
+                self._books.workflows.pop(name, None)
             case ExecutorLost(name, _):
                 self._recovery.lose(self._books.executors[name])
             case ExecutorBack(name):
@@ -154,6 +158,9 @@ class Coordinator:
         except ExecutionFailed as error:
             self._endings.end(job, "ExecutionFailed", str(error))
             return
+        except InvalidRequest as error:
+            self._endings.end(job, "InvalidRequest", error.message, error.field)
+            return
         for task in tasks:
             self._books.consider(task)
         if job.instance.is_complete:
@@ -178,6 +185,8 @@ class Coordinator:
             self._complete(task, flight, result)
         elif isinstance(result, Missed):
             self._recovery.missed(task, flight, result)
+        elif isinstance(result, Refused):
+            self._endings.end(job, "InvalidRequest", result.reason, result.field)
         elif isinstance(result, Skipped):
             self._recovery.retry(task)
         else:
@@ -190,6 +199,7 @@ class Coordinator:
             return
         job = run.job
         job.flights.discard(event.run_id)
+        decided: Task | None = None
         for (value, key), stored in zip(run.values, event.result, strict=True):
             if stored is None:  # it had gone
                 if run.needed and not job.ending:
@@ -198,10 +208,16 @@ class Coordinator:
                 self._books.ledger.release_key(HOME, key)
             else:
                 self._books.ledger.place(value, HOME, key, stored.refs, stored.nbytes)
-                if not run.needed:
+                if value.task in job.instance.deciders:
+                    value.uses += 1  # to the end of the request
+                    decided = value.task
+                elif not run.needed:
                     value.uses += 1
                     for older in job.kept(value):
                         self._books.let_go(older)
+        if decided is not None and not job.ending:
+            job.decided.add(decided)
+            self._advance(job)
         if job.ending:
             self._endings.forget_if_over(job)
         else:
@@ -279,6 +295,10 @@ class Coordinator:
                 ledger.place(value, space, key, None, value.nbytes)
             elif value.places.get(space, (None,))[0] != key:
                 ledger.release_key(space, key)
+        if task in job.decided and self._decides_otherwise(task, result):
+            self._drop_made(task, flight, result)
+            self._recovery.give_up(task, "ran again and gave another answer than the one that was acted upon")
+            return
         for port, made in result.values.items():
             value = task.values[port]
             stored = type(made) is Stored
@@ -292,8 +312,9 @@ class Coordinator:
         for warning in result.values.get("warnings") or ():
             job.warnings[str(warning)] = None
         if result.values.get("hit") is not None:
-            job.cache_hits.append({"node": task.node.id, "image": task.image, "hit": result.values["hit"]})
-        if task in job.instance.deciders:
+            job.cache_hits[task] = result.values["hit"]
+        if task in job.instance.deciders and not self._secure(task):
+            job.decided.add(task)
             self._advance(job)
             if job.ending:
                 return
@@ -318,6 +339,29 @@ class Coordinator:
         if task.of_preview is None:
             self._report(task)
         self._endings.settle(job)
+
+    def _decides_otherwise(self, task: Task, result: Ran) -> bool:
+        """Of a task that made a loop's bounds, and runs once more."""
+        return any(
+            value.is_inline and port in result.values and result.values[port] != value.inline
+            for port, value in task.values.items()
+        )
+
+    def _secure(self, task: Task) -> bool:
+        """Begin to copy what a decider made beside its decision, if its executor's end would be the end of it.
+
+        A cache that is asked again, elsewhere, may answer otherwise, when loops have been unrolled as it said first.
+        """
+        if self._books.home_lane is None:
+            return False
+        away = [
+            value
+            for value in task.values.values()
+            if not value.is_inline and value.places and HOME not in value.places
+        ]
+        if away:
+            self._endings.bring_home(task.job, away, needed=True)
+        return bool(away)
 
     def _report(self, task: Task) -> None:
         job = task.job

@@ -111,15 +111,18 @@ class Endings:
             },
             "lora_arrival_steps": job.lora_arrival_steps(),
             "reexecutions": job.num_reruns,
-            "cache_hits": job.cache_hits,
+            "cache_hits": [
+                {"node": task.node.id, "image": task.image, "hit": hit}
+                for task, hit in job.cache_hits.items()
+            ],
             "warnings": list(job.warnings),
         }
 
-    def end(self, job: Job, kind: str, reason: str) -> None:
+    def end(self, job: Job, kind: str, reason: str, field: str = "") -> None:
         job.held.clear()
         if not job.ending:
             job.ending = True
-            self._books.effects.append(Send(GATEWAY, Ended(job.request.request_id, kind, reason)))
+            self._books.effects.append(Send(GATEWAY, Ended(job.request.request_id, kind, reason, field)))
             self.stop_rest(job)
         self.forget_if_over(job)
 

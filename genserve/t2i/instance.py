@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any
+from typing import Any, NoReturn
 
-from genserve.core.errors import ExecutionFailed
+from genserve.core.errors import ExecutionFailed, InvalidRequest
 from genserve.t2i.graph import (
     Carried,
     Const,
@@ -45,6 +45,10 @@ __all__ = [
     "reads",
     "values_in",
 ]
+
+
+# Of one request: beyond it, memory and the time of the loop are at stake. A thousand steps of 16 images are 80,000.
+MAX_TASKS = 200_000
 
 
 class Value:
@@ -185,6 +189,9 @@ class Instance:
             raise ExecutionFailed(
                 f"{loop.id} ({loop.where}) runs no iteration, but its result {names} is made by one"
             )
+        num_tasks = len(self.tasks) + len(self._pending) + max(0, end - first) * max(1, len(loop.body))
+        if num_tasks > MAX_TASKS:
+            self._refuse(loop.count, f"{loop.id} ({loop.where}) would take {end - first} steps: too many")
         for index in range(first, end):
             self._queue(loop.body, (*steps, index), image)
 
@@ -197,10 +204,15 @@ class Instance:
                 raise _Unknown
             source = source.inline
         if type(source) is not int or source < 0:
-            raise ExecutionFailed(
-                f"{what} of {loop.id} ({loop.where}) is {source!r}, not a whole number from 0 on"
+            self._refuse(
+                edge, f"{what} of {loop.id} ({loop.where}) is {source!r}, not a whole number from 0 on"
             )
-        return source
+        return int(source)
+
+    def _refuse(self, edge: Edge, what: str) -> NoReturn:
+        if isinstance(edge, FromInput):
+            raise InvalidRequest(edge.name, what)
+        raise ExecutionFailed(what)
 
     def _make(
         self, node: Node, steps: tuple[int, ...], image: int | None, preview: Preview | None = None

@@ -31,7 +31,8 @@ class Job:
         self.previewed: set[tuple[int, int]] = set()
         self.preview_tasks: list[Task] = []
         self.previews: list[Task] = []  # their last tasks, until they are shown
-        self.cache_hits: list[dict[str, Any]] = []
+        self.cache_hits: dict[Task, Any] = {}  # what a cache said of its hit; a rerun says it anew
+        self.decided: set[Task] = set()  # tasks whose outputs said how often loops run
         self.warnings: dict[str, None] = {}
         self.used: dict[str, dict[str, int]] = {}  # node -> executor -> runs
         self._arrival: dict[int | None, int] = {}  # image -> first step with its adapters

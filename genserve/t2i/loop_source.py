@@ -158,7 +158,7 @@ def _counts(loop: ForLoop) -> Objection | None:
     for node in _inside(loop):
         if isinstance(node, ast.AugAssign | ast.Assign) and _is_count(node):
             return Objection(
-                node.lineno,
+                getattr(node, "lineno", loop.node.lineno),
                 f"`{ast.unparse(node)}` in a loop over a placeholder: only values of models are carried",
             )
     return None

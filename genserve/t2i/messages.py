@@ -126,6 +126,14 @@ class Missed:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """The model can't do what the request's `field` asks for."""
+
+    field: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Skipped:
     """The task was given up before its end."""
 
@@ -163,6 +171,13 @@ class Register:
     name: str
     graph: Graph
     codes: Mapping[str, ModelCode]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """No further request names this workflow."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +270,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Without a result. `kind`: the name of an error class of `core.errors`."""
+    """Without a result. `kind`: the name of an error class of `core.errors`; `field`: of an `InvalidRequest`."""
 
     request_id: str
     kind: str
     reason: str
+    field: str = ""

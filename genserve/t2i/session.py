@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from genserve.core.config import load
 from genserve.core.errors import ExecutionFailed
 from genserve.t2i.client import LocalWorkflows
 from genserve.t2i.config import T2iConfig
@@ -30,10 +31,10 @@ OnUpdate = Callable[[Update], None]
 
 
 class Session:
-    """A runtime of this process's own. `config`: fields of `T2iConfig`."""
+    """A runtime of this process's own. `fields` of `T2iConfig`; `ConfigError` for one that is wrong."""
 
     def __init__(self, config: T2iConfig | None = None, **fields: Any) -> None:
-        self._config = config or T2iConfig(**fields)
+        self._config = config or load(T2iConfig, **fields)
         self._ids = itertools.count()
         self._aio = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._aio.run_forever, name="genserve-session", daemon=True)
@@ -49,6 +50,7 @@ class Session:
 
         Raises `CompileError` for what is wrong with it, `ConfigError` for a model that can't fit.
         """
+        options = {"passes": self._config.passes, **options}
         served, codes = registered(
             workflow, budget_bytes=self._config.weights_budget, loras=self._config.loras, **options
         )
@@ -89,6 +91,7 @@ class Session:
         **inputs: Any,
     ) -> Running:
         """The same without waiting."""
+        self._check_open()
         uses = tuple(LoraUse(lora) if isinstance(lora, str) else lora for lora in loras)
         asked = InvokeRequest(
             f"session-{next(self._ids)}", workflow, inputs, num_images, uses, **dict(request or {})
@@ -99,11 +102,15 @@ class Session:
         )
 
     async def _run(self, asked: InvokeRequest, on_update: OnUpdate | None) -> Result:
-        async for update in self._client.invoke(asked):
-            if on_update is not None:
-                on_update(update)
-            if isinstance(update, Result):
-                return update
+        updates = self._client.invoke(asked)
+        try:
+            async for update in updates:
+                if on_update is not None:
+                    on_update(update)
+                if isinstance(update, Result):
+                    return update
+        finally:
+            await updates.aclose()
         raise ExecutionFailed("the request ended without a result")
 
     def stats(self) -> dict[str, float]:
@@ -123,7 +130,14 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._aio.is_closed():
+            raise ExecutionFailed("the session is closed")
+
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._aio.is_closed():
+            work.close()
+        self._check_open()
         return asyncio.run_coroutine_threadsafe(work, self._aio).result()
 
     def _stop(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from genserve.core.errors import ExecutionFailed, GenserveError, TensorError
+from genserve.core.errors import ExecutionFailed, GenserveError, InvalidRequest, TensorError
 from genserve.t2i.messages import (
     ADAPTER,
     ARRIVE,
@@ -32,6 +32,7 @@ from genserve.t2i.messages import (
     Missed,
     ModelCode,
     Ran,
+    Refused,
     RunTask,
     Several,
     Skipped,
@@ -109,7 +110,7 @@ class T2iWorker:
         self._failed_arrivals: dict[Key, str] = {}
         self._ops: dict[str, Callable[[Any], Any]] = {
             TASK: self._task,
-            ADAPTER: self._task,
+            ADAPTER: self._tried,  # nobody gives up what runs there
             RELEASE: space.release,
             ARRIVE: self._arrive,
             GIVE_UP: self._give_up,
@@ -120,7 +121,16 @@ class T2iWorker:
 
     # -- tasks -----------------------------------------------------------------------------------------
 
-    def _task(self, run: RunTask) -> Ran | Missed | Skipped:
+    def _task(self, run: RunTask) -> Ran | Missed | Refused | Skipped:
+        try:
+            return self._tried(run)
+        finally:
+            if self._given_up:
+                with self._lock:
+                    # Runs of the lane come in their order: earlier ones were over when they were given up.
+                    self._given_up = {other for other in self._given_up if other > run.run}
+
+    def _tried(self, run: RunTask) -> Ran | Missed | Refused | Skipped:
         if run.release:
             self._space.release(run.release)
         if run.code is not None:
@@ -135,10 +145,8 @@ class T2iWorker:
             return Skipped()
         except _NotHere as error:
             return Missed((error.key,), str(error))
-        finally:
-            if self._given_up:
-                with self._lock:
-                    self._given_up.discard(run.run)
+        except InvalidRequest as error:
+            return Refused(error.field, error.message)
 
     def _execute(self, run: RunTask) -> Ran:
         space = self._space
@@ -222,6 +230,9 @@ class T2iWorker:
     def _unload(self, identity: str) -> None:
         weights = self._weights.pop(identity, None)
         if weights is not None and self._host is not None:
+            if weights.patcher is not None:  # its pristine copies would stay on the device
+                weights.patcher.restore(weights.components)
+                weights.patcher = None
             self._host.keep(identity, weights, weights.components)
 
     def _loaded(self, model: Model, identity: str) -> Weights:

@@ -10,7 +10,7 @@ from genserve.core.sim.simulator import Simulator
 from genserve.t2i import messages as m
 from genserve.t2i.graph import Const, FromInput, Patch
 from genserve.t2i.reference import evaluate
-from tests.t2i.cluster import Cluster, Gateway, denoising, graph_of, mix, out, patched
+from tests.t2i.cluster import Cluster, Gateway, denoising, graph_of, looked_up, mix, out, patched
 
 
 class Simulated:
@@ -132,6 +132,22 @@ def test_a_lost_executor_costs_a_step_or_two():
         again = len(run.cluster.executed) - len(plain.cluster.executed)
         assert again <= 2 * 3 + 1, "what a step makes, and the text once more"
         run.assert_empty()
+
+
+def test_what_a_cache_said_holds_when_its_executor_is_lost():
+    images = {evaluate(looked_up(lane), {"seed": 1, "x": 2})["image"] for lane in ("e0", "e1")}
+    assert len(images) == 2
+    for at_s in [0.3 + 0.25 * index for index in range(24)]:
+        for name in ("e0", "e1"):
+            run = Simulated(looked_up())
+            run.ask("looked_up", "r")
+            run.run(at_s)
+            run.cluster.kill(name)
+            run.post(m.ExecutorLost(name, "killed"), at_s)
+            run.run()
+            assert not run.gateway.errors
+            assert run.gateway.results["r"][0][0]["image"] in images
+            run.assert_empty()
 
 
 def test_requests_end_when_the_last_executor_is_gone():

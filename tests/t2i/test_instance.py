@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genserve.core.errors import ExecutionFailed
+from genserve.core.errors import ExecutionFailed, InvalidRequest
 from genserve.t2i.graph import (
     Carried,
     CarriedValue,
@@ -75,8 +75,10 @@ def test_no_iterations_first_iterations_index_and_count():
     assert [dict(task.inputs) for task in tasks] == [{"i": 0, "n": 2}, {"i": 1, "n": 2}]
     with pytest.raises(ExecutionFailed, match=r"file.py:3.*runs no iteration"):
         unrolled(only_result, x=0)
-    with pytest.raises(ExecutionFailed, match="not a whole number"):
+    with pytest.raises(InvalidRequest, match=r"x: .*not a whole number"):
         unrolled(only_result, x=-1)
+    with pytest.raises(InvalidRequest, match=r"x: .*10{9} steps: too many"):
+        unrolled(only_result, x=10**9)
 
 
 def test_a_count_that_a_node_makes_unrolls_when_it_is_known():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -14,7 +15,8 @@ from genserve.core.errors import (
     ModelNotFound,
     Overloaded,
 )
-from genserve.t2i.request import Preview, Progress
+from genserve.t2i.registration import registered
+from genserve.t2i.request import LoraUse, Preview, Progress
 from genserve.t2i.workflow import Workflow
 from tests.t2i.running import expected, request, result, runtime, same, settled, updates
 from tests.t2i.toys import LOGS, Decode, Draw, Length, Shrink, Slow, Solve, diffusion
@@ -152,5 +154,53 @@ def test_loops_whose_count_a_node_makes_and_pictures_as_inputs():
             for prompt in ("", "abc"):
                 inputs = {"prompt": prompt, "seed": 2, "picture": picture}
                 same((await result(client, "counted", **inputs)).outputs[0], expected(wf, **inputs))
+
+    asyncio.run(main())
+
+
+def test_a_broken_picture_leaves_nothing_and_ids_can_be_used_again(tmp_path):
+    with Workflow("pictured") as wf:
+        first, second = wf.add_input("first", Image.Image), wf.add_input("second", Image.Image)
+        latents = Shrink()(second, Shrink()(first, Draw()(wf.add_input("seed", int))))
+        wf.add_output(Decode()(latents), "image")
+    file = tmp_path / "broken.png"
+    good = Image.effect_noise((64, 64), 50).convert("RGB")
+    good.save(file)
+    file.write_bytes(file.read_bytes()[:200])
+
+    async def main():
+        async with runtime(wf) as client:
+            with pytest.raises(InvalidRequest, match="second: is a broken picture"):
+                client.invoke(request("pictured", seed=1, first=good, second=Image.open(file)))
+            await settled(client)
+            asked = request("pictured", seed=1, first=good, second=good)
+            for _ in range(3):  # what is left of a cancelled request takes nothing from the next of its name
+                stream = client.invoke(asked)
+                client.cancel(asked.request_id)
+                with pytest.raises(Cancelled):
+                    async for _ in stream:
+                        pass
+            *_, last = await updates(client, asked)
+            same(last.outputs[0], expected(wf, seed=1, first=good, second=good))
+
+    asyncio.run(main())
+
+
+def test_adapters_at_any_number_of_scales_take_no_more_room(monkeypatch):
+    monkeypatch.setattr("genserve.t2i.client._MAX_VARIANTS", 2)
+    workflow = diffusion()
+
+    async def main():
+        async with runtime() as client:
+            served, codes = registered(workflow)
+            served = replace(
+                served,
+                info=replace(served.info, loras=("style",)),
+                with_loras=lambda uses: (served.graph, codes),
+            )
+            client.serve(served, codes)
+            for index in range(6):
+                await result(client, "toy", prompt="x", steps=1, loras=(LoraUse("style", index / 7),))
+            assert (await client.stats())["num_workflows"] == 3
 
     asyncio.run(main())

@@ -96,14 +96,14 @@ def form_fields(items: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
                 raise UnsupportedField(f"{name}[1]", "one picture is taken, not several")
             found[name] = value
         elif rest == "]":
-            found.setdefault(name, []).append(_scalar(value))
+            _nested(found, name, [], name).append(_scalar(value))
         elif rest.startswith("][") and rest.endswith("]"):
             columns.setdefault(name, {}).setdefault(rest[2:-1], []).append(_scalar(value))
         elif rest.endswith("]"):
-            target = found.setdefault(name, {})
+            target = _nested(found, name, {}, name)
             *parents, last = rest[:-1].split("][")
             for part in parents:
-                target = target.setdefault(part, {})
+                target = _nested(target, part, {}, name)
             target[last] = _scalar(value)
         else:
             raise InvalidRequest(key[:200], "is no name of a field")
@@ -111,6 +111,14 @@ def form_fields(items: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
         if len({len(values) for values in by_key.values()}) != 1:
             raise InvalidRequest(name[:200], "give each element the same keys, or the list as JSON text")
         found[name] = [dict(zip(by_key, row, strict=True)) for row in zip(*by_key.values(), strict=True)]
+    return found
+
+
+def _nested(target: dict[str, Any], key: str, empty: Any, field: str) -> Any:
+    """What `target` has under `key`, `empty` at first; `InvalidRequest` if it is something of another kind."""
+    found = target.setdefault(key, empty)
+    if type(found) is not type(empty):
+        raise InvalidRequest(field[:200], "is given in two forms")
     return found
 
 
@@ -178,7 +186,7 @@ def from_fields(
         deadline_s=options.deadline_s,
     )
     invocation = Invocation(
-        served, info, request, options.output_format, options.output_compression, names
+        served, info, request, options.output_format, options.output_compression, {"num_images": "n"} | names
     ).with_seed()
     return ParsedImages(options, invocation)
 

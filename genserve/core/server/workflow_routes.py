@@ -119,7 +119,7 @@ def _parsed(
         preview_every_steps=options.preview_every_steps,
         deadline_s=options.deadline_s,
     )
-    names = {declared.name: f"inputs.{declared.name}" for declared in info.inputs}
+    names = {"num_images": "n"} | {declared.name: f"inputs.{declared.name}" for declared in info.inputs}
     return options, Invocation(
         served, info, request, options.output_format, options.output_compression, names
     ).with_seed()

@@ -56,3 +56,11 @@ def find_pass(name: str) -> Pass:
         raise ConfigError(f"no pass {name!r}; there are: {', '.join(PASSES)}")
     found: Any = importlib.import_module(f"genserve.t2i.passes.{name}")
     return found.apply  # type: ignore[no-any-return]
+
+
+def name_of(each: str | Pass) -> str:
+    """What a pass is called: its file, of one that is a function too."""
+    if isinstance(each, str):
+        return each
+    function = each.func if isinstance(each, functools.partial) else each
+    return function.__module__.rpartition(".")[2] if function.__name__ == "apply" else function.__name__

@@ -312,6 +312,19 @@ def test_mistakes_in_forms_too(fast, form, files, field, says):
     assert answer.status_code == 400 and error["param"] == field and says in error["message"], error
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"prompt": "x", "prompt[a]": "1"},
+        {"prompt": "x", "prompt[]": "1"},
+        {"prompt": "x", "s[a]": "1", "s[a][b]": "1"},
+    ],
+)
+def test_forms_that_contradict_themselves_are_refused(fast, form):
+    answer = fast.http.post("/v1/images/edits", data=form, files={"image": picture()})
+    assert answer.status_code == 400 and "two forms" in answer.json()["error"]["message"]
+
+
 def test_two_pictures_an_animation_and_a_json_edit_are_refused(fast):
     files = [("image[]", picture()), ("image[]", picture())]
     answer = fast.http.post("/v1/images/edits", data={"prompt": "x"}, files=files)
