@@ -121,7 +121,7 @@ async def start_client(config: ImageModelConfig) -> LocalWorkflows:
         config = config.model_copy(update={"num_threads": config.num_executors})
     made = entries(config)  # before executors, and the imports that take seconds
     client = await start(config)
-    client.note(model=display_name(config), **({"passes": list(config.passes)} if config.passes else {}))
+    client.note(model=display_name(config), **({"passes": dict(config.passes)} if config.passes else {}))
     try:
         for entry in made:
             register(client, config, entry)
@@ -141,7 +141,7 @@ def register(client: LocalWorkflows, config: ImageModelConfig, entry: Entry) -> 
         loras=loras_of(config),
         family=entry.family,
         description=entry.description,
-        passes=config.passes if entry.is_own else (),
+        passes=config.passes if entry.is_own else None,
     )
     client.serve(served, codes)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, field_validator
 
 from genserve.core.config import Bytes, Config
-from genserve.t2i.passes import PASSES
+from genserve.core.errors import ConfigError
+from genserve.t2i.passes import with_default
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -34,9 +35,10 @@ class T2iConfig(Config):
     """Images of one request, at most."""
     loras: Mapping[str, str] = {}
     """Adapters that requests may name: name to folder, file or hub id."""
-    passes: tuple[str, ...] = ()
-    """Passes of the compiler beyond those that every workflow gets, for the model's own workflows and those that a
-    session registers: cfg_split (guidance on two executors), step_cache and approximate_cache (both approximate)."""
+    passes: Mapping[str, Mapping[str, Any]] = {}
+    """Passes of the compiler beyond those that every workflow gets, with their options, such as
+    {"step_cache": {"threshold": 0.1}}, for the model's own workflows and those that a session registers: cfg_split
+    (guidance on two executors), step_cache and approximate_cache (both approximate)."""
     num_threads: Positive | None = None
     """CPU threads, divided among the executors; by default all cores."""
     ray_address: str | None = None
@@ -56,8 +58,9 @@ class T2iConfig(Config):
 
     @field_validator("passes")
     @classmethod
-    def _known(cls, passes: tuple[str, ...]) -> tuple[str, ...]:
-        for name in passes:
-            if name not in PASSES:
-                raise ValueError(f"no pass {name!r}; there are: {', '.join(PASSES)}")
+    def _known(cls, passes: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        try:
+            with_default(passes)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return passes

@@ -312,7 +312,7 @@ class Coordinator:
         for warning in result.values.get("warnings") or ():
             job.warnings[str(warning)] = None
         if result.values.get("hit") is not None:
-            job.cache_hits[task.node.id, task.image] = result.values["hit"]
+            job.cache_hits[task] = result.values["hit"]
         if task in job.instance.deciders and not self._secure(task):
             job.decided.add(task)
             self._advance(job)

@@ -112,7 +112,8 @@ class Endings:
             "lora_arrival_steps": job.lora_arrival_steps(),
             "reexecutions": job.num_reruns,
             "cache_hits": [
-                {"node": node, "image": image, "hit": hit} for (node, image), hit in job.cache_hits.items()
+                {"node": task.node.id, "image": task.image, "hit": hit}
+                for task, hit in job.cache_hits.items()
             ],
             "warnings": list(job.warnings),
         }

@@ -31,9 +31,7 @@ class Job:
         self.previewed: set[tuple[int, int]] = set()
         self.preview_tasks: list[Task] = []
         self.previews: list[Task] = []  # their last tasks, until they are shown
-        self.cache_hits: dict[
-            tuple[str, int | None], Any
-        ] = {}  # (node, image) -> what a cache said of its hit
+        self.cache_hits: dict[Task, Any] = {}  # what a cache said of its hit; a rerun says it anew
         self.decided: set[Task] = set()  # tasks whose outputs said how often loops run
         self.warnings: dict[str, None] = {}
         self.used: dict[str, dict[str, int]] = {}  # node -> executor -> runs

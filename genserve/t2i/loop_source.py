@@ -156,12 +156,20 @@ def _own_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _counts(loop: ForLoop) -> Objection | None:
     for node in _inside(loop):
-        if isinstance(node, ast.AugAssign):
+        if isinstance(node, ast.AugAssign) or _is_count(node):
             return Objection(
-                node.lineno,
+                getattr(node, "lineno", loop.node.lineno),
                 f"`{ast.unparse(node)}` in a loop over a placeholder: only values of models are carried",
             )
     return None
+
+
+def _is_count(node: ast.AST) -> bool:
+    """Whether it is such as `k = k + 1`: arithmetic on what the statement assigns."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.BinOp):
+        return False
+    assigned = {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return any(isinstance(part, ast.Name) and part.id in assigned for part in ast.walk(node.value))
 
 
 def _inside(loop: ForLoop) -> Iterator[ast.AST]:

@@ -6,7 +6,7 @@ Owns no state; must not know who executes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from genserve.core.errors import ConfigError, GenserveError
@@ -16,7 +16,7 @@ from genserve.t2i.graph import FromInput, Graph, ModelSpec, walk
 from genserve.t2i.instance import code_name
 from genserve.t2i.messages import ModelCode
 from genserve.t2i.model import model_class
-from genserve.t2i.passes import Pass, with_default
+from genserve.t2i.passes import with_default
 from genserve.t2i.request import LoraUse, WorkflowInfo
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows.limits import check, family_of, limits
@@ -32,21 +32,23 @@ def registered(
     loras: Mapping[str, str] | None = None,
     family: str = "",
     description: str = "",
-    passes: Sequence[str | Pass] = (),
+    passes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[Served, dict[str, ModelCode]]:
     """The workflow as a client serves it, and the codes of its models.
 
-    `passes` come on top of those that every workflow gets: names ("cfg_split", "step_cache", "approximate_cache"), or
-    functions such as `functools.partial(step_cache.apply, threshold=0.2)`; see `compiler` and `passes`.
+    `passes` come on top of those that every workflow gets, by name with their options: `{"cfg_split": {}}`,
+    `{"step_cache": {"threshold": 0.2}}`; see `genserve.t2i.passes`.
 
     Raises `CompileError` for what is wrong with it, and `ConfigError` if a model exceeds `budget_bytes`.
     """
-    graph = compiled(workflow, passes=passes)
+    chosen = with_default(passes or {})
+    graph = compile_workflow(workflow, chosen).graph
     _check_budget(graph, budget_bytes)
     adapters = dict(loras or {})
 
     def with_loras(uses: tuple[LoraUse, ...]) -> tuple[Graph, Mapping[str, ModelCode]]:
-        patched = compiled(workflow, tuple((adapters[use.name], use.scale) for use in uses), passes)
+        named = tuple((adapters[use.name], use.scale) for use in uses)
+        patched = compile_workflow(workflow, chosen, loras=named).graph
         _check_budget(patched, budget_bytes)
         return patched, codes_of(patched)
 
@@ -91,15 +93,6 @@ def _family_of(path: str) -> str | None:
         return family_of(path)
     except GenserveError:  # a ControlNet, a text model: whoever loads it says what is wrong with it
         return None
-
-
-def compiled(
-    workflow: Workflow | Graph,
-    loras: tuple[tuple[str, float], ...] = (),
-    passes: Sequence[str | Pass] = (),
-) -> Graph:
-    """The workflow's graph after the default and further passes, with adapters (path, scale) on its denoisers."""
-    return compile_workflow(workflow, with_default(passes), loras=loras).graph
 
 
 def _check_budget(graph: Graph, budget_bytes: int | None) -> None:

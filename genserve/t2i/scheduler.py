@@ -77,7 +77,8 @@ class Policy(Protocol):
 class Fcfs:
     """By (arrival, depth); of the free executors the one that has the model, then the one that has the inputs.
 
-    A task goes behind a running one only where its inputs are being made, and where it loads nothing.
+    A task goes behind a running one only where its inputs are being made, where it loads nothing, and while no earlier
+    task waits for a free executor: it would never see one.
     """
 
     def plan(self, view: View) -> Plan:
@@ -85,6 +86,7 @@ class Fcfs:
         loaded = {executor.name: set(executor.models) for executor in view.executors}
         planned: list[Assignment] = []
         waiting = {task.task for task in view.tasks}
+        num_ahead = view.num_ahead
         for task in view.tasks:
             if any(other in waiting for other in task.after):
                 continue
@@ -97,7 +99,7 @@ class Fcfs:
                 if not task.aside:
                     num = flying[executor.name]
                     ahead = task.only is not None or bool(task.after)
-                    if num > (view.num_ahead if ahead and (has_model or len(view.executors) == 1) else 0):
+                    if num > (num_ahead if ahead and (has_model or len(view.executors) == 1) else 0):
                         continue
                 score = (
                     executor.name not in task.not_on,
@@ -108,6 +110,8 @@ class Fcfs:
                 if best_score is None or score > best_score:
                     best, best_score = executor, score
             if best is None:
+                if task.only is None:
+                    num_ahead = 0
                 continue
             planned.append(Assignment(task.task, best.name))
             waiting.discard(task.task)

@@ -325,7 +325,9 @@ def begin_range(value: Value) -> int:
     def may_take_index(called: Any) -> bool:
         return isinstance(called, Model | Workflow) or called is print
 
-    _check(loop, frame, name, loop_source.object_to_index(loop, frame, may_take_index))
+    objection = loop_source.object_to_body(loop) or loop_source.object_to_index(loop, frame, may_take_index)
+    if objection is not None:
+        _refuse(objection.message, name, _line(frame, objection))
     trace = value._workflow._recording(value)
     record = LoopTrace(trace.visible(value._ref, repr(value)), Const(0), None, where, site_of(frame))
     record.frame, record.source_for = frame, loop
@@ -333,13 +335,8 @@ def begin_range(value: Value) -> int:
     return TRIAL
 
 
-def _check(
-    loop: loop_source.ForLoop, frame: FrameType, count: str, more: loop_source.Objection | None = None
-) -> None:
-    objection = loop_source.object_to_body(loop) or more
-    if objection is not None:
-        where = f"{os.path.basename(frame.f_code.co_filename)}:{objection.line}"
-        _refuse(objection.message, count, where)
+def _line(frame: FrameType, objection: loop_source.Objection) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{objection.line}"
 
 
 def begin_items(value: Value) -> Iterator[Value]:
@@ -371,8 +368,11 @@ def check_iterating(frame: FrameType) -> None:
     except loop_source.NoSource:
         return
     if loop is None:
-        _refuse("only a `for` statement can go through a placeholder", "n", line_of(frame))
-    _check(loop, frame, "n")
+        message = "only a `for` statement can go through a placeholder: no enumerate, zip, comprehension or the like"
+        raise CompileError(message, where=line_of(frame))
+    objection = loop_source.object_to_body(loop)
+    if objection is not None:
+        raise CompileError(objection.message, where=_line(frame, objection))
 
 
 class SymbolicRange:

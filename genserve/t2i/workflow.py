@@ -16,6 +16,7 @@ from __future__ import annotations
 import keyword
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from genserve.core.errors import CompileError
@@ -153,10 +154,11 @@ class Workflow:
         )
         return values if len(values) > 1 else values[0]
 
-    def __call__(self, /, **inputs: Any) -> Any:
+    def __call__(self, /, *args: Any, **inputs: Any) -> Any:
         """Use this workflow inside the current one: its one output, or a tuple of them in declared order.
 
-        Its nodes become nodes of the current workflow, with its name before theirs.
+        Inputs in declared order or by name. Its nodes become nodes of the current workflow, with its name before
+        theirs.
         """
         from genserve.t2i.inlining import inline
 
@@ -170,7 +172,7 @@ class Workflow:
         graph = self.to_graph()
         trace = outer._recording(None)
         ports = [InputPort(each.name, each.type, default=each.default) for each in graph.inputs]
-        refs, _ = bind(outer, ports, (), inputs, self.name, where)
+        refs, _ = bind(outer, ports, args, inputs, self.name, where)
         outs = inline(trace, graph, refs, where, site_of(frame))
         values = tuple(
             Value(outer, ref, output.type, f"{output.name} of {self.name}", where)
@@ -184,7 +186,7 @@ class Workflow:
         from genserve.t2i.verify import check_unused, verify
 
         if self._graph is not None:
-            return self._graph
+            return replace(self._graph, name=self.name)
         self._trace.finish()
         if not self.outputs:
             raise CompileError(f"workflow {self.name!r} has no output", where=self._where)

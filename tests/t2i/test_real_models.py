@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
+from genserve.core.errors import ConfigError
 from genserve.t2i.config import T2iConfig
 from genserve.t2i.models.lora import LoRA
 from genserve.t2i.registration import registered
@@ -13,7 +15,7 @@ from genserve.t2i.request import LoraUse
 from genserve.t2i.serve import start
 from genserve.t2i.workflows import sd3
 from tests.t2i.models.driver import picture, render, rendered_with_adapters
-from tests.t2i.running import result, settled
+from tests.t2i.running import result, runtime, settled
 
 SMALL = {"height": 32, "width": 32, "max_sequence_length": 16}
 
@@ -31,6 +33,44 @@ def asked(index):
         "num_steps": 1 + index % 3,
         "height": 32 + 16 * (index % 2),
     }
+
+
+def test_what_a_step_cache_leaves_out_is_in_the_receipt(tiny):
+    plain, cached = sd3(tiny("sd3")), sd3(tiny("sd3"), step_cache=2.0)
+    inputs = {**SMALL, "prompt": "a red cat", "seed": 1, "num_steps": 4}
+    wanted, exact = (render(each.to_graph(), **inputs)[0] for each in (cached, plain))
+
+    async def main():
+        async with runtime(cached, num_executors=2) as client:
+            return await result(client, "sd3", **inputs)
+
+    got = asyncio.run(main())
+    assert np.array_equal(np.asarray(got.outputs[0]["image"]), wanted) and not np.array_equal(wanted, exact)
+    hits = [each["hit"] for each in got.receipt["cache_hits"] if each["node"] == "sd3_transformer"]
+    assert hits == [{"step": step, "threshold": 2.0, "num_calls": 1} for step in (1, 2, 3)]
+
+
+def test_what_an_approximate_cache_saves_is_in_the_receipt(tiny):
+    workflow = sd3(tiny("sd3"))
+    inputs = {**SMALL, "prompt": "a red cat", "seed": 1, "num_steps": 4}
+
+    async def main():
+        async with runtime() as client:
+            served(client, workflow, passes={"approximate_cache": {}})
+            return [await result(client, "sd3", **inputs) for _ in range(2)]
+
+    first, again = asyncio.run(main())
+    assert first.receipt["cache_hits"] == [] and first.outputs[0]["image"] == again.outputs[0]["image"]
+    (hit,) = again.receipt["cache_hits"]
+    assert hit["node"] == "loop_cache_lookup" and hit["hit"]["step"] == 2
+    assert again.receipt["nodes"]["sd3_transformer"]["runs"] == 2
+
+
+def test_passes_of_a_served_workflow_are_checked(tiny):
+    with pytest.raises(ConfigError, match="no pass 'fast'"):
+        registered(sd3(tiny("sd3")), passes={"fast": {}})
+    with pytest.raises(ConfigError, match="step_cache has no option 'least'; there are: threshold"):
+        registered(sd3(tiny("sd3")), passes={"step_cache": {"least": 1}})
 
 
 def test_requests_at_once_with_adapters_equal_the_plain_graphs(tiny):

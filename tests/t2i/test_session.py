@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import pytest
 
@@ -47,17 +46,15 @@ def test_a_model_that_cannot_fit_is_refused_at_registration(tiny):
 
 
 def test_further_passes_and_cache_hits_in_the_receipt(tiny):
-    from genserve.t2i.passes import step_cache
     from genserve.t2i.workflows import sd3
 
     asked = {"prompt": "a cat", "seed": 1, "num_steps": 4, "height": 32, "width": 32}
-    with Session(num_threads=1, passes=("cfg_split",)) as session:
+    with Session(num_threads=1, passes={"cfg_split": {}}) as session:
         workflow = sd3(tiny("sd3"))
         session.register(workflow)
         split = session.run(workflow.name, **asked)
         assert {"sd3_transformer_cond", "sd3_transformer_uncond"} <= split.receipt["nodes"].keys()
-        never = partial(step_cache.apply, threshold=0.0)
-        session.register(workflow, passes=[never, "approximate_cache"])
+        session.register(workflow, passes={"step_cache": {"threshold": 0.0}, "approximate_cache": {}})
         first = session.run(workflow.name, **asked)
         again = session.run(workflow.name, **asked)
         assert first.receipt["cache_hits"] == []
@@ -65,9 +62,9 @@ def test_further_passes_and_cache_hits_in_the_receipt(tiny):
         assert hit["hit"]["step"] == 2 and again.receipt["nodes"]["sd3_transformer"]["runs"] == 2
         assert again.outputs[0]["image"].tobytes() == first.outputs[0]["image"].tobytes()
         with pytest.raises(ConfigError, match="no pass 'faster'"):
-            session.register(workflow, passes=["faster"])
+            session.register(workflow, passes={"faster": {}})
     with pytest.raises(ConfigError, match=r"passes.*no pass 'faster'"):
-        Session(passes=("faster",))
+        Session(passes={"faster": {}})
 
 
 def test_what_the_model_cannot_make_is_refused_and_what_has_no_effect_is_told(tiny):

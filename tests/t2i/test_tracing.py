@@ -117,6 +117,13 @@ def counts(s):
     s.latents = s.step(s.latents, count, 0)
 
 
+def counts_in_full(s):
+    count = 0
+    for _ in range(s.n):
+        count = 1 + count
+        s.latents = s.step(s.latents, 0) if count < 9 else s.latents
+
+
 def enumerates(s):
     for i, _ in enumerate(range(s.n)):
         s.latents = s.step(s.latents, i)
@@ -154,6 +161,7 @@ def keeps_the_range(s):
         (continues, 3, "`continue` in a loop"),
         (returns, 3, "`return` in a loop"),
         (counts, 4, "`count += 1` in a loop"),
+        (counts_in_full, 3, "`count = 1 + count` in a loop"),
         (enumerates, 1, "for i in range(...):"),
         (begins_later, 1, "for i in range(...):"),
         (comprehends, 1, "for i in range(...):"),
@@ -304,6 +312,7 @@ def test_other_loops_that_cannot_be_rolled(loop, line, message):
     with pytest.raises(CompileError) as error:
         loop(Scene())
     assert message in str(error.value)
+    assert ("Write `for i in wf.loop" in str(error.value)) == (loop in (generates,))
     assert re.match(rf"test_tracing.py:{loop.__code__.co_firstlineno + line}: ", str(error.value))
 
 

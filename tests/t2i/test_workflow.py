@@ -311,6 +311,18 @@ def test_a_workflow_inside_another():
     assert evaluate(graph, {"m": 5}) == {"latents": stepped(1.0, 5) + stepped(5.0, 3)}
 
 
+def test_a_workflow_takes_inputs_by_place_and_is_called_what_it_is_named_last():
+    inner = Workflow.from_json(explicit(None).to_json())
+    inner.name = "renamed"
+    wf = Workflow("outer")
+    wf.add_output(inner(1, wf.add_input("m", int)), "latents")
+    graph = wf.to_graph()
+    assert [item.id for item in graph.nodes] == ["renamed/latents_generator", "renamed/loop"]
+    assert evaluate(graph, {"m": 5}) == {"latents": stepped(1.0, 5)}
+    with pytest.raises(CompileError, match="renamed: takes"):
+        inner(1, 2, 3, 4, 5)
+
+
 @pytest.mark.parametrize("ranged", [True, False])
 def test_a_workflow_with_a_loop_inside_a_loop(ranged):
     with Workflow("inner") as inner:

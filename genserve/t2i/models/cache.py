@@ -5,6 +5,7 @@ Owns how tensors become what `approx_cache` decides about. Both share one cache 
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, ClassVar
 
 from genserve.t2i.approx_cache import SKIPS, ApproximateCache, kept_steps, normalized
@@ -28,6 +29,7 @@ class _Cached(Model):
         self.add_input("latents", tensor())
         self.add_input("embedding", tensors() if many else tensor())
         self.add_input("condition", dict, default=None)
+        self.add_input("controls", tensors(), default=None)
 
     @property
     def skips(self) -> tuple[tuple[float, float], ...]:
@@ -54,12 +56,13 @@ class CacheLookup(_Cached):
         latents: Any,
         embedding: Any,
         condition: Any,
+        controls: Any,
         num_steps: int,
         first: int,
     ) -> dict[str, Any]:
         found = None
         if first == 0:
-            scope = _scope(latents, condition, num_steps)
+            scope = _scope(latents, condition, controls, num_steps)
             found = model_components["cache"].find(scope, _vector(embedding), num_steps, self.skips)
         if found is None:
             return {"latents": latents, "first": first, "hit": None}
@@ -87,6 +90,7 @@ class CacheStore(_Cached):
         latents: Any,
         embedding: Any,
         condition: Any,
+        controls: Any,
         hit: Any,
         first: int,
         step: int,
@@ -95,14 +99,18 @@ class CacheStore(_Cached):
         if hit is not None or first != 0 or step not in kept_steps(num_steps, self.skips):
             return {"kept": False}
         own = latents.detach().clone() if hasattr(latents, "detach") else latents
-        scope = _scope(latents, condition, num_steps)
+        scope = _scope(latents, condition, controls, num_steps)
         model_components["cache"].keep(scope, _vector(embedding), step, own)
         return {"kept": True}
 
 
-def _scope(latents: Any, condition: Any, num_steps: int) -> str:
+def _scope(latents: Any, condition: Any, controls: Any, num_steps: int) -> str:
+    """Latents serve others only after as many steps, in the same shape, under the same schedule and control images."""
     shape = (*getattr(latents, "shape", ()), getattr(latents, "dtype", None))
-    return repr((num_steps, shape, condition))
+    digest = hashlib.sha256()
+    for each in controls or ():
+        digest.update(each.detach().float().cpu().numpy().tobytes())
+    return repr((num_steps, shape, condition, digest.hexdigest()))
 
 
 def _vector(embedding: Any) -> list[float]:

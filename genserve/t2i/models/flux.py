@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from genserve.t2i.model import Model
+from genserve.t2i.models import step_cache
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
@@ -65,7 +66,7 @@ class Flux(Model):
     `residuals` and `single_residuals`, a ControlNet's, are fetched by the blocks that add them. `repeat_residuals`:
     they are added in turn rather than each to a run of blocks (XLabs' ControlNets). With negative embeddings and a
     `true_cfg_scale` above 1 there is a second call, and guidance between the two. With the
-    parameter `step_cache_threshold` there is a second output, `step_cache`, for a loop to carry: see its module.
+    parameter `step_cache_threshold` there are outputs `step_cache`, for a loop to carry, and `hit`: see its module.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
@@ -92,9 +93,7 @@ class Flux(Model):
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
-        if self.params.get(THRESHOLD) is not None:
-            self.add_input("step_cache", tensors(), default=None)
-            self.add_output("step_cache", tensors())
+        step_cache.add_ports(self)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """As any call, but that both outputs of a ControlNet may be given as one."""
@@ -129,7 +128,7 @@ class Flux(Model):
         repeat_residuals: bool = False,
         step: int = 0,
         num_steps: int | None = None,
-        step_cache: Sequence[torch.Tensor] | None = None,
+        **state: Sequence[torch.Tensor] | None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         transformer = model_components["transformer"]
@@ -138,17 +137,19 @@ class Flux(Model):
             "controlnet_single_block_samples": single_residuals or None,
             "controlnet_blocks_repeat": repeat_residuals,
         }
-        threshold, states = self.params.get(THRESHOLD) or 0.0, step_cache or []
+        threshold, states = self.params.get(THRESHOLD) or 0.0, state.get("step_cache") or []
         half = len(states) if negative_prompt_embeds is None or true_cfg_scale <= 1 else len(states) // 2
-        cached = StepCache(states[:half], threshold)
-        noise_pred = cached.view(transformer)(**common, **_text_inputs(prompt_embeds))[0]
-        state = cached.state
+        calls = [StepCache(states[:half], threshold)]
+        noise_pred = calls[0].view(transformer)(**common, **_text_inputs(prompt_embeds))[0]
         if negative_prompt_embeds is not None and true_cfg_scale > 1:
-            cached = StepCache(states[half:], threshold)
-            negative = cached.view(transformer)(**common, **_text_inputs(negative_prompt_embeds))[0]
+            calls.append(StepCache(states[half:], threshold))
+            negative = calls[1].view(transformer)(**common, **_text_inputs(negative_prompt_embeds))[0]
             noise_pred = guide(noise_pred, negative, true_cfg_scale)
-            state = [*state, *cached.state]
-        outputs = {"noise_pred": unpack(noise_pred, *latents.shape[-2:]), "step_cache": state}
+        outputs = {
+            "noise_pred": unpack(noise_pred, *latents.shape[-2:]),
+            "step_cache": [tensor for call in calls for tensor in call.state],
+            "hit": step_cache.hit(step, calls),
+        }
         return {port.name: outputs[port.name] for port in self.output_ports}
 
 

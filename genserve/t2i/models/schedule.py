@@ -269,7 +269,7 @@ def control_scale(scale: float, step: int, num_steps: int, start: float, end: fl
 
 
 class Schedule(Model):
-    """A request's schedule: no weights, and nothing but numbers in and out, so it may be computed when compiling.
+    """A request's schedule: no weights, and nothing but numbers in and out. Not `foldable`: it needs diffusers.
 
     `count` is how many iterations the loop has (PNDM: one more than `num_steps`), `first` the index that
     image-to-image begins at (0 without `strength`).

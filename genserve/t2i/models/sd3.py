@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from genserve.core.errors import InvalidRequest
 from genserve.core.models.registry import located
 from genserve.t2i.model import Model
+from genserve.t2i.models import step_cache
 from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import LATENTS, guide
 from genserve.t2i.models.lazy import map_tensors
@@ -99,7 +100,7 @@ class SD3Transformer(Model):
     """Predicts the velocity of latents. With negative embeddings and a scale above 1, one batch of both and guidance.
 
     `residuals`, a ControlNet's, are fetched by the blocks that add them. `branch`: see `CfgPorts`. With the
-    parameter `step_cache_threshold` there is a second output, `step_cache`, for a loop to carry: see its module.
+    parameter `step_cache_threshold` there are outputs `step_cache`, for a loop to carry, and `hit`: see its module.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("transformer",)
@@ -125,9 +126,7 @@ class SD3Transformer(Model):
         self.add_input("step", int, default=LOOP_INDEX)
         self.add_input("num_steps", int, default=LOOP_COUNT)
         self.add_output("noise_pred", LATENTS)
-        if self.params.get(THRESHOLD) is not None:
-            self.add_input("step_cache", tensors(), default=None)
-            self.add_output("step_cache", tensors())
+        step_cache.add_ports(self)
 
     def load(self, model_path: str | None, device: str) -> dict[str, Any]:
         import torch
@@ -149,13 +148,13 @@ class SD3Transformer(Model):
         branch: int | None = None,
         step: int = 0,
         num_steps: int | None = None,
-        step_cache: Sequence[torch.Tensor] | None = None,
+        **state: Sequence[torch.Tensor] | None,
     ) -> dict[str, Any]:
         schedule = schedule_or_default(schedule, self.params.get("model_path"), num_steps, latents)
         batch = guided_batch(latents, prompt_embeds, negative_prompt_embeds, guidance_scale)
         if residuals is not None and branch is not None:
             residuals = map_tensors(residuals, lambda pair: own_row(pair, branch))
-        cached = StepCache(step_cache, self.params.get(THRESHOLD) or 0.0)
+        cached = StepCache(state.get("step_cache"), self.params.get(THRESHOLD) or 0.0)
         noise_pred = cached.view(model_components["transformer"])(
             hidden_states=batch.latents,
             timestep=timestep(schedule, step).to(latents.device).expand(batch.latents.shape[0]),
@@ -167,7 +166,11 @@ class SD3Transformer(Model):
         if batch.is_guided:
             uncond, cond = noise_pred.chunk(2)
             noise_pred = guide(cond, uncond, guidance_scale)
-        outputs: dict[str, Any] = {"noise_pred": noise_pred, "step_cache": cached.state}
+        outputs = {
+            "noise_pred": noise_pred,
+            "step_cache": cached.state,
+            "hit": step_cache.hit(step, [cached]),
+        }
         return {port.name: outputs[port.name] for port in self.output_ports}
 
 

@@ -13,8 +13,12 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from genserve.t2i.ports import tensors
+
 if TYPE_CHECKING:
     import torch
+
+    from genserve.t2i.model import Model
 
 THRESHOLD = "step_cache_threshold"
 """The parameter of models that have it."""
@@ -34,6 +38,11 @@ class StepCache:
         self.state: list[torch.Tensor] = list(state or ())
         self._is_skipping = False
         self._head: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the call left blocks out."""
+        return self._is_skipping
 
     def view(self, module: Any) -> Any:
         """The module, for one call."""
@@ -105,6 +114,20 @@ class _Block:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
+
+
+def add_ports(model: Model) -> None:
+    """What a model has besides, if it has the parameter; `hit` is None, or says that the step left blocks out."""
+    if model.params.get(THRESHOLD) is not None:
+        model.add_input("step_cache", tensors(), default=None)
+        model.add_output("step_cache", tensors())
+        model.add_output("hit", dict)
+
+
+def hit(step: int, calls: Sequence[StepCache]) -> dict[str, Any] | None:
+    """What `hit` says of a step: how many of its calls of the transformer left blocks out, if any."""
+    num_calls = sum(call.has_skipped for call in calls)
+    return {"step": step, "threshold": calls[0].threshold, "num_calls": num_calls} if num_calls else None
 
 
 def num_skipped(state: Sequence[torch.Tensor]) -> int:

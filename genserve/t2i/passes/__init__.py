@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from genserve.core.errors import ConfigError
@@ -30,6 +31,25 @@ DEFAULT = ("fold_constants", "common_subexpressions", "lora", "dead_nodes")
 Pass = Callable[..., Graph]
 
 
+def with_default(further: Mapping[str, Mapping[str, Any]]) -> tuple[str | Pass, ...]:
+    """The passes that always run, and further ones with their options, in the order in which passes run.
+
+    Raises `ConfigError` for what is no pass, or no option of it.
+    """
+    for name, options in further.items():
+        known = list(inspect.signature(find_pass(name)).parameters)[1:]
+        for option in options:
+            if option not in known:
+                raise ConfigError(
+                    f"pass {name} has no option {option!r}; there are: {', '.join(known) or 'none'}"
+                )
+    return tuple(
+        functools.partial(find_pass(name), **further[name]) if name in further else name
+        for name in PASSES
+        if name in further or name in DEFAULT
+    )
+
+
 def find_pass(name: str) -> Pass:
     """The pass of that name. Raises `ConfigError`."""
     if name not in PASSES:
@@ -44,18 +64,3 @@ def name_of(each: str | Pass) -> str:
         return each
     function = each.func if isinstance(each, functools.partial) else each
     return function.__module__.rpartition(".")[2] if function.__name__ == "apply" else function.__name__
-
-
-def with_default(further: Sequence[str | Pass]) -> tuple[str | Pass, ...]:
-    """`further` passes among those that every workflow gets, in the order of `PASSES`; unknown functions before "lora".
-
-    Raises `ConfigError` for a name that is none.
-    """
-    chosen: dict[str, str | Pass] = dict.fromkeys(DEFAULT, "")
-    for each in further:
-        if isinstance(each, str):
-            find_pass(each)
-        chosen[name_of(each)] = each
-    foreign = [name for name in chosen if name not in PASSES]
-    order = [name for known in PASSES for name in ([*foreign, known] if known == "lora" else [known])]
-    return tuple(chosen[name] or name for name in order if name in chosen)

@@ -2,7 +2,8 @@
 
 Before the loop a `CacheLookup` takes the place of the first latents and of the loop's first step; in its body a
 `CacheStore` keeps latents for later requests. Approximate, but for a prompt that has been there before, with the same
-seed. `approx_cache` decides what is similar.
+seed: until an entry goes, similar prompts begin with its latents, whatever their own seeds. `approx_cache` decides
+what is similar. Each executor has a cache of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from genserve.t2i.graph import (
     FromInput,
     FromNode,
     Graph,
+    ListOf,
     Loop,
     LoopCount,
     LoopIndex,
@@ -37,6 +39,7 @@ def apply(
     latents: str = "latents",
     embedding: str = "prompt_embeds",
     condition: str = "schedule",
+    controls: Sequence[str] = ("control", "control_latents"),
     skips: Sequence[tuple[float, float]] = SKIPS,
     max_entries: int = 1000,
 ) -> Graph:
@@ -53,24 +56,24 @@ def apply(
             (each for each in item.carried if each.name == latents and each.first is not None), None
         )
         prompt = _outer(item, embedding)
-        if carried is not None and prompt is not None and isinstance(carried.first, FromNode):
-            new = _behind(
-                graph, item, carried.first, prompt, _outer(item, condition), latents, list(skips), max_entries
-            )
+        if carried is not None and prompt and isinstance(carried.first, FromNode):
+            equal: dict[str, Edge] = {
+                "condition": next(iter(_outer(item, condition)), Const(None)),
+                "controls": ListOf(tuple(edge for port in controls for edge in _outer(item, port))),
+            }
+            new = _behind(graph, item, carried.first, prompt[0], equal, latents, list(skips), max_entries)
             return replace(graph, nodes=(*graph.nodes[:position], *new, *graph.nodes[position + 1 :]))
     raise CompileError(
         f"approximate caching finds no loop that carries {latents!r} and uses {embedding!r} of a node before it"
     )
 
 
-def _outer(loop: Loop, port: str) -> FromNode | None:
-    """What the body's models get at this port from a node before the loop."""
+def _outer(loop: Loop, port: str) -> list[FromNode]:
+    """What the body's models get at this port from nodes before the loop."""
     inside = {item.id for item in walk_all(loop.body)}
-    for node in walk(loop.body):
-        edge = dict(node.inputs).get(port)
-        if isinstance(edge, FromNode) and edge.node not in inside:
-            return edge
-    return None
+    given = (dict(node.inputs).get(port) for node in walk(loop.body))
+    found = [edge for edge in given if isinstance(edge, FromNode) and edge.node not in inside]
+    return list(dict.fromkeys(found))
 
 
 def _behind(
@@ -78,7 +81,7 @@ def _behind(
     loop: Loop,
     first_latents: Edge,
     prompt: FromNode,
-    condition: FromNode | None,
+    equal: dict[str, Edge],
     latents: str,
     skips: list[tuple[float, float]],
     max_entries: int,
@@ -91,8 +94,7 @@ def _behind(
         "scope": _scope(loop),
         "skips": [list(pair) for pair in skips],
     }
-    others: Edge = Const(None) if condition is None else condition
-    common: dict[str, Edge] = {"embedding": prompt, "condition": others}
+    common: dict[str, Edge] = {"embedding": prompt, **equal}
     lookup = _node(
         CacheLookup(**params),
         f"{loop.id}_cache_lookup",

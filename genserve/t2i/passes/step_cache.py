@@ -11,6 +11,7 @@ from dataclasses import replace
 from genserve.core.errors import CompileError
 from genserve.t2i.graph import Carried, CarriedValue, Const, FromNode, Graph, Loop, Node
 from genserve.t2i.model import model_class
+from genserve.t2i.workflow import Workflow
 
 PARAM = "step_cache_threshold"
 
@@ -23,6 +24,11 @@ def apply(graph: Graph, threshold: float = 0.1) -> Graph:
         graph,
         nodes=tuple(_loop(item, threshold) if isinstance(item, Loop) else item for item in graph.nodes),
     )
+
+
+def cached(workflow: Workflow, threshold: float | None) -> Workflow:
+    """A workflow with step caches, as any other to be used; the workflow itself where there is no threshold."""
+    return workflow if threshold is None else Workflow.from_graph(apply(workflow.to_graph(), threshold))
 
 
 def _loop(loop: Loop, threshold: float) -> Loop:
@@ -46,7 +52,8 @@ def _cached(node: Node, threshold: float, kept: dict[str, Carried]) -> Node:
     params = tuple(sorted((*node.model.params, (PARAM, float(threshold)))))
     model = model_class(node.model.cls)(**dict(params))
     given = dict(node.inputs) | kept
-    outputs = [port for port in model.output_ports if port.name in kept or port in node.output_ports]
+    without = {port.name for port in model_class(node.model.cls)(**dict(node.model.params)).output_ports}
+    outputs = [port for port in model.output_ports if port.name not in without or port in node.output_ports]
     return replace(
         node,
         model=replace(node.model, params=params),

@@ -154,7 +154,7 @@ def test_200_swaps_leave_memory_flat_and_weights_bit_equal(tiny: TinyFolders) ->
     swap(200)
     assert patcher.num_bytes == num_bytes
     assert num_tensors() <= tensors
-    assert resident_bytes() - resident < 2**20
+    assert resident_bytes() - resident < 2**25  # a copy of the weights in each swap would be four times that
     assert equal(weights_of(components), first)
     patcher.restore(components)
     assert equal(weights_of(components), base)

@@ -37,9 +37,9 @@ def image(workflow, loaded):
     return evaluated(workflow.to_graph(), loaded).outputs["image"]
 
 
-def evaluated(graph, loaded):
+def evaluated(graph, loaded, **inputs):
     with torch.no_grad():
-        return run(graph, INPUTS, loaded=loaded)
+        return run(graph, {**INPUTS, **inputs}, loaded=loaded)
 
 
 def difference(one, other) -> int:
@@ -61,6 +61,8 @@ def test_a_cached_prompt_skips_half_of_the_steps_and_changes_no_bit(workflow, lo
     first, again = (evaluated(graph, loaded) for _ in range(2))
     assert (first.num_calls["sd3_transformer"], again.num_calls["sd3_transformer"]) == (6, 3)
     assert difference(first.outputs["image"], image) == difference(again.outputs["image"], image) == 0
+    other = evaluated(graph, loaded, control_image=255 - INPUTS["control_image"])
+    assert other.num_calls["sd3_transformer"] == 6
 
 
 def test_models_over_the_same_files_share_what_they_load(tiny, workflow):
