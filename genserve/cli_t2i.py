@@ -141,7 +141,13 @@ def replay(
         name: opaque(decode(_content(Path(file), name) or b"", name))
         for name, file in _pairs(inputs, "--input").items()
     }
-    config = _config(model or str(named), named, controlnets, lora_files, overrides)
+    config = _config(
+        model or str(named), named, controlnets, lora_files, overrides, passes=found.data.get("passes")
+    )
+    if found.data.get("cache_hits"):
+        typer.echo(
+            "Warning: it began with another request's latents; alone it becomes another image", err=True
+        )
     with _shown(quiet) as on_update:
         made = asyncio.run(make(config, found, pictures, on_update))
     differences = []
@@ -174,6 +180,7 @@ def _config(
     controlnets: list[str] | None,
     loras: list[str] | None,
     overrides: list[str] | None,
+    passes: Any = None,
 ) -> ImageModelConfig:
     from genserve.core.config import load
     from genserve.t2i.catalogue import ImageModelConfig
@@ -186,6 +193,7 @@ def _config(
         name=name,
         controlnets=_pairs(controlnets, "--controlnet") or None,
         loras=_pairs(loras, "--lora-file") or None,
+        passes=passes,
     )
 
 

@@ -57,6 +57,9 @@ class Receipt:
         if seeds is not None:
             data["seeds"] = [seeds[image]]
             data["inputs"] = {**self.data["inputs"], "seed": seeds[image]}
+        data["cache_hits"] = [
+            hit for hit in self.data.get("cache_hits") or () if hit.get("image") in (None, image)
+        ]
         for name in ("lora_arrival_steps", "outputs"):
             each = self.data.get(name)
             data[name] = None if each is None else [each[image]]

@@ -31,7 +31,7 @@ OnUpdate = Callable[[Update], None]
 
 
 class Session:
-    """A runtime of this process's own. `fields` of `T2iConfig`; `ConfigError` for one that is wrong."""
+    """A runtime of this process's own. `config`: fields of `T2iConfig`; `ConfigError` for what can't be."""
 
     def __init__(self, config: T2iConfig | None = None, **fields: Any) -> None:
         self._config = config or load(T2iConfig, **fields)

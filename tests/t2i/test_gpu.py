@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from genserve.t2i.compiler import compile_workflow
 from genserve.t2i.graph import walk
-from genserve.t2i.registration import compiled
 from genserve.t2i.session import Session
 from genserve.t2i.workflows import sd3
 from tests.t2i.models.driver import picture
@@ -48,7 +48,7 @@ def on_cpu(tiny):
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("num_executors", [1, 2])
 def test_pictures_equal_those_of_the_cpu_where_memory_is_short(tiny, on_cpu, device, num_executors):
-    graph = compiled(sd3(tiny("sd3"), controlnet=tiny.controlnet("sd3")))
+    graph = compile_workflow(sd3(tiny("sd3"), controlnet=tiny.controlnet("sd3"))).graph
     largest = max(node.model.num_bytes for node in walk(graph.nodes))
     expected, all_held = on_cpu
     made, held = rendered(
