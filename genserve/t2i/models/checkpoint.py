@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from genserve.core.errors import ModelNotFound
 from genserve.core.models.registry import located
 
 SIZES = ("vae/config.json", "transformer/config.json", "unet/config.json")
@@ -18,18 +19,27 @@ SIZES = ("vae/config.json", "transformer/config.json", "unet/config.json")
 
 
 def find_file(model_path: str, name: str) -> Path | None:
-    """The local path of a file of the checkpoint, fetched from the hub where `model_path` is an id; None: it has none."""
+    """The local path of a file of the checkpoint, fetched from the hub where `model_path` is an id; None: it has none.
+
+    Raises `ModelNotFound` if there is no such checkpoint.
+    """
     folder = Path(located(model_path))
     if folder.is_dir():
         path = folder / name
         return path if path.is_file() else None
+    if model_path.startswith((".", "/", "~")) or model_path.count("/") != 1:
+        raise ModelNotFound(f"model_path: no folder {model_path}, and it is no hub id")
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(model_path, name))
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFound(f"model_path: {model_path} is not here, and can't be fetched: {error}") from error
     except EntryNotFoundError:
         return None
+    except Exception as error:  # many kinds: no such repository, no access
+        raise ModelNotFound(f"model_path: {model_path} can't be fetched: {error}") from error
 
 
 def read_config(model_path: str, name: str) -> dict[str, Any]:

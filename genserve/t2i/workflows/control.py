@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genserve.core.errors import ConfigError
+from genserve.t2i.models.checkpoint import read_config
 from genserve.t2i.models.latents import Sum, TensorSum
 from genserve.t2i.ports import IMAGE
 from genserve.t2i.workflow import Workflow
@@ -29,11 +30,15 @@ class ControlInputs:
     end: Any
 
 
-def paths(controlnet: ControlNets) -> tuple[str, ...]:
-    """Where the ControlNets are. Raises `ConfigError` for too many."""
+def paths(controlnet: ControlNets, wanted: str) -> tuple[str, ...]:
+    """Where the ControlNets are. Raises `ConfigError` for too many, and for one that is no `wanted`, a class."""
     found = () if controlnet is None else (controlnet,) if isinstance(controlnet, str) else tuple(controlnet)
     if len(found) > MAX_CONTROLNETS:
         raise ConfigError(f"controlnet: {len(found)} of them are more than {MAX_CONTROLNETS}")
+    for path in found:
+        name = read_config(path, "config.json").get("_class_name", wanted)
+        if name != wanted:
+            raise ConfigError(f"controlnet: {path} is a {name}; this family's are {wanted}s")
     return found
 
 

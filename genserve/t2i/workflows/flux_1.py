@@ -14,7 +14,7 @@ from genserve.t2i.models.vae import VAE
 from genserve.t2i.passes.step_cache import cached
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows.control import ControlNets, added, control_inputs, paths, suffix
-from genserve.t2i.workflows.limits import default_size
+from genserve.t2i.workflows.limits import default_size, expect
 from genserve.t2i.workflows.start import Mode, checkpoint, start, strength_input, workflow_name
 
 
@@ -33,6 +33,7 @@ def flux(
     `dtype`: such as "bfloat16"; float32 by default. `step_cache`: leave out a step's blocks where the first one
     changes its input as before, but for this share (0.1, say); faster and approximate.
     """
+    expect("flux", model_path)
     with Workflow(workflow_name("flux", mode, controlnet)) as wf:
         prompt = wf.add_input("prompt", str)
         prompt_2 = wf.add_input("prompt_2", str, default=None, description="For the T5 encoder")
@@ -69,14 +70,15 @@ def flux(
             true_cfg_scale = wf.add_input("true_cfg_scale", float, default=1.0, description="Up to 1: none")
             negative = encode(negative_prompt, max_sequence_length=max_length)
         schedule, first, count = Schedule(model_path=model_path)(num_steps, height, width, strength, options)
-        nets, controls, draw = [], [], 0
-        for number, path in enumerate(paths(controlnet)):
+        nets, controls, is_pixels, draw = [], [], [], 0
+        for number, path in enumerate(paths(controlnet, "FluxControlNetModel")):
             nets.append(FluxControlNet(**checkpoint(path, dtype)))
             given = control_inputs(wf, number)
             control_mode = wf.add_input(
                 f"control_mode{suffix(number)}", int, default=None, description="Of union ControlNets"
             )
-            if reads_pixels(path):
+            is_pixels.append(reads_pixels(path))
+            if is_pixels[-1]:
                 control = Pixels(**source)(given.image, height, width)
             else:
                 control = vae(
@@ -119,7 +121,7 @@ def flux(
                 guidance_scale,
                 true_cfg_scale,
                 schedule,
-                repeat_residuals=any(map(reads_pixels, paths(controlnet))),
+                repeat_residuals=any(is_pixels),
             )
             latents = begin.keep(denoise(noise_pred, latents, schedule, seed, step))
         wf.add_output(vae(latents, mode="decode"), "image")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from genserve.core.errors import InvalidRequest
+from genserve.core.errors import ConfigError, InvalidRequest
 from genserve.t2i.models.checkpoint import (
     denoiser_config,
     is_flux,
@@ -35,6 +35,14 @@ def family_of(model_path: str) -> str:
         if name.startswith(prefix):
             return family
     raise InvalidRequest("model_path", f"{model_path} is a {name or 'folder without model_index.json'}")
+
+
+def expect(family: str, model_path: str) -> None:
+    """Raise `ConfigError` if the checkpoint says that it is of another family."""
+    name = str(read_config(model_path, "model_index.json").get("_class_name", ""))
+    found = next((each for prefix, each in _FAMILIES.items() if name.startswith(prefix)), family)
+    if found != family:
+        raise ConfigError(f"model_path: {model_path} is a {name}, of the family {found}, not {family}")
 
 
 def default_size(model_path: str) -> int:

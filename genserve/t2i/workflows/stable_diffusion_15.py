@@ -12,7 +12,7 @@ from genserve.t2i.models.sd15 import SD15ControlNet, SD15TextEncoder, SD15UNet
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows.control import ControlNets, added, control_inputs, paths
-from genserve.t2i.workflows.limits import default_size
+from genserve.t2i.workflows.limits import default_size, expect
 from genserve.t2i.workflows.painting import Painting, begin_painting
 from genserve.t2i.workflows.start import Mode, start, strength_input, workflow_name
 
@@ -21,6 +21,7 @@ def sd15(
     model_path: str, controlnet: ControlNets = None, loras: Sequence[ModelPatch] = (), mode: Mode = "text"
 ) -> Workflow:
     """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint")."""
+    expect("sd15", model_path)
     with Workflow(workflow_name("sd15", mode, controlnet)) as wf:
         prompt = wf.add_input("prompt", str)
         negative_prompt = wf.add_input("negative_prompt", str, default="")
@@ -50,7 +51,7 @@ def sd15(
         else:
             begin = Painting(start(wf, mode, model_path, vae, seed, height, width, schedule, first).latents)
         nets, controls = [], []
-        for number, path in enumerate(paths(controlnet)):
+        for number, path in enumerate(paths(controlnet, "ControlNetModel")):
             nets.append(SD15ControlNet(model_path=path))
             given = control_inputs(wf, number)
             control = Pixels(model_path=model_path, normalize=False)(given.image, height, width)

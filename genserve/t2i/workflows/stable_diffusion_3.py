@@ -12,7 +12,7 @@ from genserve.t2i.models.vae import VAE
 from genserve.t2i.passes.step_cache import cached
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows.control import ControlNets, added, control_inputs, paths
-from genserve.t2i.workflows.limits import default_size
+from genserve.t2i.workflows.limits import default_size, expect
 from genserve.t2i.workflows.start import Mode, checkpoint, start, strength_input, workflow_name
 
 
@@ -29,6 +29,7 @@ def sd3(
     `dtype`: such as "bfloat16"; float32 by default. `step_cache`: leave out a step's blocks where the first one
     changes its input as before, but for this share (0.1, say); faster and approximate.
     """
+    expect("sd3", model_path)
     with Workflow(workflow_name("sd3", mode, controlnet)) as wf:
         prompt = wf.add_input("prompt", str)
         prompt_2 = wf.add_input("prompt_2", str, default=None, description="For the second CLIP encoder")
@@ -60,7 +61,7 @@ def sd3(
         begin = start(wf, mode, model_path, vae, seed, height, width, schedule, first, 0, dtype)
         shared = {"negative_prompt_embeds": negative, "guidance_scale": guidance_scale, "first": first}
         nets, controls = [], []
-        for number, path in enumerate(paths(controlnet)):
+        for number, path in enumerate(paths(controlnet, "SD3ControlNetModel")):
             nets.append(SD3ControlNet(**checkpoint(path, dtype), transformer_path=model_path))
             given = control_inputs(wf, number)
             control = vae(

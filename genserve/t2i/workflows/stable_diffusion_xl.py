@@ -12,7 +12,7 @@ from genserve.t2i.models.sdxl import SDXLControlNet, SDXLSizes, SDXLTextEncoder,
 from genserve.t2i.models.vae import VAE
 from genserve.t2i.workflow import Workflow
 from genserve.t2i.workflows.control import ControlNets, added, control_inputs, paths
-from genserve.t2i.workflows.limits import default_size
+from genserve.t2i.workflows.limits import default_size, expect
 from genserve.t2i.workflows.painting import Painting, begin_painting
 from genserve.t2i.workflows.start import Mode, start, strength_input, workflow_name
 
@@ -21,6 +21,7 @@ def sdxl(
     model_path: str, controlnet: ControlNets = None, loras: Sequence[ModelPatch] = (), mode: Mode = "text"
 ) -> Workflow:
     """An image from a prompt (mode "text"), from an image too ("image"), or painted into one ("inpaint")."""
+    expect("sdxl", model_path)
     with Workflow(workflow_name("sdxl", mode, controlnet)) as wf:
         prompt = wf.add_input("prompt", str)
         prompt_2 = wf.add_input("prompt_2", str, default=None, description="For the second encoder")
@@ -59,7 +60,7 @@ def sdxl(
         else:
             begin = Painting(start(wf, mode, model_path, vae, seed, height, width, schedule, first).latents)
         nets, controls = [], []
-        for number, path in enumerate(paths(controlnet)):
+        for number, path in enumerate(paths(controlnet, "ControlNetModel")):
             nets.append(SDXLControlNet(model_path=path))
             given = control_inputs(wf, number)
             control = Pixels(model_path=model_path, normalize=False)(given.image, height, width)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-from genserve.core.errors import ConfigError
+from genserve.core.errors import ConfigError, ModelNotFound
 from genserve.t2i.workflows import FAMILIES, check, limits
 from tests.t2i.models.driver import picture, render, saved_awake, stock
 
@@ -61,6 +61,13 @@ def test_what_does_not_go_together_is_refused(tiny, tmp_path):
         FAMILIES["sd3"](tiny("sd3"), controlnet=[tiny.controlnet("sd3"), other])
     with pytest.raises(ConfigError, match="more than 4"):
         FAMILIES["sd3"](tiny("sd3"), controlnet=[other] * 5)
+    with pytest.raises(ConfigError, match="is a ControlNetModel; this family's are SD3ControlNetModels"):
+        FAMILIES["sd3"](tiny("sd3"), controlnet=tiny.controlnet("sd15"))
+    with pytest.raises(ConfigError, match="of the family sd15, not sdxl"):
+        FAMILIES["sdxl"](tiny("sd15"))
+    for nowhere in ("/nowhere/at/all", "nowhere"):
+        with pytest.raises(ModelNotFound, match=f"no folder {nowhere}"):
+            FAMILIES["sd3"](nowhere)
     assert limits("sd3", tiny("sd3"))["control_end_2"] == {"minimum": 0.0, "maximum": 1.0}
     (error,), _ = check("sd3", tiny("sd3"), {"control_start_2": 0.5, "control_end_2": 0.1})
     assert str(error) == "control_start_2: 0.5 is after control_end_2, 0.1"
