@@ -95,13 +95,13 @@ def test_differences_are_told_in_words():
 
 @pytest.fixture(scope="module")
 def made(tiny, tmp_path_factory):
-    """Two images of one request with an adapter, on the command line."""
+    """Two images of one request with an adapter and a further pass, on the command line; a replay isn't told of it."""
     folder = tmp_path_factory.mktemp("made")
     lora = f"style={tiny.lora('sd3')}"
     model = ("--model", tiny("sd3"), "--lora-file", lora, "--set", "num_threads=1")
     done = cli(
         "generate", "a cat", "-o", str(folder / "cat.png"), *model, "-n", "2", "--seed", "3",
-        "--steps", "2", "--lora", "style:0.5", "--json",
+        "--steps", "2", "--lora", "style:0.5", "--json", "--set", "passes={cfg_split: {}}",
     )  # fmt: skip
     answer = json.loads(done.stdout)
     assert [image["seed"] for image in answer["images"]] == [3, 4]

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -146,7 +147,7 @@ class Jobs:
         """The events with ids above `after`, as they come, up to the last."""
         while True:
             changed = job.changed
-            for event in [event for event in job.events if event.id > after]:
+            for event in job.events[bisect_right(job.events, after, key=lambda event: event.id) :]:
                 after = event.id
                 yield event
             if changed is job.changed:
