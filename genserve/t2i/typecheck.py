@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from genserve.t2i.ports import InputPort, OutputPort, PortType, Size, tensor
+from genserve.t2i.ports import OutputPort, PortType, Size
 
 Sizes = dict[str, Size]
 
@@ -184,10 +184,3 @@ def constant_type(value: Any) -> PortType | None:
         if isinstance(value, python):
             return PortType(kind)  # type: ignore[arg-type]
     return PortType("json")
-
-
-def accepts_absence(port: InputPort) -> bool:
-    return port.default is None
-
-
-ANY_TENSOR = tensor()

@@ -251,3 +251,8 @@ def to_image(pixels: torch.Tensor) -> torch.Tensor:
 
     unit = VaeImageProcessor().postprocess(pixels, output_type="np")[0]
     return torch.from_numpy((unit * 255).round().astype("uint8"))
+
+
+def own_row(pair: torch.Tensor, branch: int) -> torch.Tensor:
+    """The row of one branch of a pair (negative, prompt); all of it where there is no pair."""
+    return pair[branch : branch + 1] if pair.shape[0] == 2 else pair

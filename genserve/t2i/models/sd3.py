@@ -14,7 +14,7 @@ from genserve.core.errors import InvalidRequest
 from genserve.core.models.registry import located
 from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import read_config
-from genserve.t2i.models.latents import LATENTS, guide
+from genserve.t2i.models.latents import LATENTS, guide, own_row
 from genserve.t2i.models.lazy import map_tensors
 from genserve.t2i.models.schedule import control_scale, schedule_or_default, timestep
 from genserve.t2i.models.step_cache import THRESHOLD, StepCache, add_step_cache, step_hit
@@ -281,8 +281,3 @@ def guided_batch(
         torch.cat([negative_pooled, pooled]),
         True,
     )
-
-
-def own_row(pair: torch.Tensor, branch: int) -> torch.Tensor:
-    """The row of one branch, of a pair of (negative, prompt); all of it where there is no pair."""
-    return pair[branch : branch + 1] if pair.shape[0] == 2 else pair

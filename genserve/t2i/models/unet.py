@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from genserve.core.errors import ConfigError
 from genserve.t2i.model import Model
 from genserve.t2i.models.checkpoint import read_config
-from genserve.t2i.models.latents import LATENTS, guide
+from genserve.t2i.models.latents import LATENTS, guide, own_row
 from genserve.t2i.models.lazy import LazyTensor, map_tensors
 from genserve.t2i.models.schedule import control_scale, scale_input, timestep
 from genserve.t2i.models.text import EMBEDS
@@ -121,11 +121,6 @@ def batch(
     if not guided or negative is None:
         return inputs, prompt_embeds[0]
     return torch.cat([inputs] * 2), torch.cat([negative[0], prompt_embeds[0]])
-
-
-def own_row(pair: torch.Tensor, branch: int) -> torch.Tensor:
-    """The row of one branch of a pair (negative, prompt); all of it where there is no pair."""
-    return pair[branch : branch + 1] if pair.shape[0] == 2 else pair
 
 
 def _map_tensor(mid: Any, branch: int) -> Any:
