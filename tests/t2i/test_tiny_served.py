@@ -72,7 +72,7 @@ def test_the_controlnet_obeys_its_layout(session):
         }
         for cover in covers
     ]
-    made = pictures(session, "sd3-controlnet", asked)
+    made = pictures(session, "sd3_controlnet", asked)
     overlaps = [judge.overlap_of(image, cover) for image, cover in zip(made, covers, strict=True)]
     assert np.mean(overlaps) >= 0.7, overlaps
 
