@@ -109,14 +109,16 @@ def loosened(scene: data.Scene, rng: random.Random, open_share: float) -> data.S
     return replace(scene, **opened)
 
 
-def draw_batch(bank: Bank, name: str, seed: int, step: int, num_rows: int, open_share: float = 0.08) -> Batch:
+def draw_batch(
+    bank: Bank, name: str, seed: int, step: int, num_rows: int, open_share: float = 0.08, freer: bool = False
+) -> Batch:
     """Rows of the bank at random noise levels (logit-normal); a tenth of the prompts is empty."""
+    worded = data.freer_wording if freer else data.wording
     rng = random.Random(f"{name} {seed} {step}")
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
     rows = [rng.randrange(len(bank.scenes)) for _ in range(num_rows)]
     prompts = [
-        "" if rng.random() < 0.1 else data.wording(loosened(bank.scenes[row], rng, open_share), rng)
-        for row in rows
+        "" if rng.random() < 0.1 else worded(loosened(bank.scenes[row], rng, open_share), rng) for row in rows
     ]
     clean = bank.latents[rows].float()
     noise = torch.randn(clean.shape, generator=generator)
