@@ -103,21 +103,41 @@ def make_bank(
     )
 
 
-def loosened(scene: data.Scene, rng: random.Random, open_share: float) -> data.Scene:
-    """The scene with some of size, place and shape left open."""
-    opened: dict[str, Any] = {name: None for name in ("size", "place", "shape") if rng.random() < open_share}
-    return replace(scene, **opened)
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How prompts ask: the shares in which size, place and shape are left open, and the kind of wording."""
+
+    size: float = 0.08
+    place: float = 0.08
+    shape: float = 0.08
+    freer: bool = False
+    on_places: bool = False  # only of pictures that have one of the nine places
+
+    def prompt(self, scene: data.Scene, rng: random.Random) -> str:
+        """A prompt for a picture of `scene`; a tenth of them is empty."""
+        if rng.random() < 0.1:
+            return ""
+        opened: dict[str, Any] = {
+            name: None for name in ("size", "place", "shape") if rng.random() < getattr(self, name)
+        }
+        return (data.freer_wording if self.freer else data.wording)(replace(scene, **opened), rng)
 
 
-def draw_batch(bank: Bank, name: str, seed: int, step: int, num_rows: int, open_share: float = 0.08) -> Batch:
-    """Rows of the bank at random noise levels (logit-normal); a tenth of the prompts is empty."""
+PLAIN = Asking()
+FREER = Asking(0.3, 0.3, 0.05, freer=True, on_places=True)
+LAYOUTS = Asking(0.6, 0.6, 0.6, freer=True)
+
+
+def draw_batch(bank: Bank, name: str, seed: int, step: int, num_rows: int, asking: Asking = PLAIN) -> Batch:
+    """Rows of the bank at random noise levels (logit-normal), with prompts."""
     rng = random.Random(f"{name} {seed} {step}")
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
-    rows = [rng.randrange(len(bank.scenes)) for _ in range(num_rows)]
-    prompts = [
-        "" if rng.random() < 0.1 else data.wording(loosened(bank.scenes[row], rng, open_share), rng)
-        for row in rows
-    ]
+    rows: list[int] = []
+    while len(rows) < num_rows:
+        row = rng.randrange(len(bank.scenes))
+        if bank.scenes[row].place is not None or not asking.on_places:
+            rows.append(row)
+    prompts = [asking.prompt(bank.scenes[row], rng) for row in rows]
     clean = bank.latents[rows].float()
     noise = torch.randn(clean.shape, generator=generator)
     sigmas = torch.sigmoid(torch.randn(num_rows, generator=generator))

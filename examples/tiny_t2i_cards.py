@@ -47,10 +47,13 @@ _BASE = """It draws one coloured shape on a plain background, 64 x 64 pixels:
 | shape | {shapes} |
 | place | {places} |
 
-Size and place may be left out, and so may the shape ("a red shape, blue background"); they are then anything. The
-order may change ("on a blue background, a red circle on the left"). Background and shape must differ in colour. Other
-words do no harm and mean nothing. {steps} steps, guidance 3 and `max_sequence_length=20` are what it is measured with;
-8 steps and up give much the same. Longer T5 inputs, and none at all (`text_encoder_3=None`), work too.
+Whatever is left out is then anything ("a red circle", "a red shape on the left, blue background"). The order may
+change ("on a blue background, a red circle on the left"). Object and background must differ in colour. A few other
+words do no harm and mean nothing; a prompt has room for 18 words and marks. Two objects, other sizes of picture and
+anything else than these words are beyond it.
+
+{steps} Euler steps, guidance 3 and `max_sequence_length=20` are what it is measured with. 8 steps do nearly as well; any
+guidance from 1 to 7 does. Up to 256 T5 tokens, and none at all (`text_encoder_3=None`), work too.
 
 The folder is that of a Stable Diffusion 3 in diffusers, in half precision:
 

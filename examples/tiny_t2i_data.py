@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,8 @@ Mask = NDArray[np.float32]
 class Scene:
     """What a prompt asks for; None where it leaves the choice open."""
 
-    colour: str
-    background: str
+    colour: str | None
+    background: str | None
     shape: str | None = None
     place: str | None = None
     size: str | None = None
@@ -163,7 +163,9 @@ def is_held_out(scene: Scene) -> bool:
 def prompt_of(scene: Scene) -> str:
     """The plainest wording, as in "a small red circle on the left, blue background"."""
     words = ["a", scene.size, scene.colour, scene.shape or "shape", scene.place]
-    return " ".join(word for word in words if word) + f", {scene.background} background"
+    return " ".join(word for word in words if word) + (
+        f", {scene.background} background" if scene.background else ""
+    )
 
 
 def scene_of(prompt: str) -> Scene:
@@ -173,7 +175,9 @@ def scene_of(prompt: str) -> Scene:
     size = found.pop(0) if found and found[0] in RADII else None
     if len(found) >= 2:
         shape = None if found[1] == "shape" else found[1]
-        scene = Scene(found[0], ground.removesuffix(" background"), shape, " ".join(found[2:]) or None, size)
+        scene = Scene(
+            found[0], ground.removesuffix(" background") or None, shape, " ".join(found[2:]) or None, size
+        )
         if scene.shape in (None, *SHAPES) and scene.place in (None, *PLACES) and prompt_of(scene) == prompt:
             return scene
     raise ValueError(f"not a plain prompt: {prompt!r}")
@@ -209,8 +213,43 @@ def wording(scene: Scene, rng: random.Random) -> str:
         text = f"{place}, {thing}, {ground}" if place else f"{thing}, {ground}"
     else:
         text = f"{thing}, {place}, {ground}" if place else f"{thing} {ground}"
+    if scene.background is None:
+        text = f"{thing} {place}" if form % 2 or not place else f"{place}, {thing}"
     text = " ".join(text.split()).replace(" ,", ",")
     return text[0].upper() + text[1:] if rng.random() < 0.1 else text
+
+
+BEFORE = ("a picture of ", "an image of ", "draw ", "please draw ", "photo of ", "show me ", "i want ")
+AFTER = (
+    "masterpiece",
+    "4k",
+    "high quality",
+    "detailed",
+    "please",
+    "simple",
+    "flat",
+    "art",
+    "minimal",
+    "sharp",
+)
+
+
+def freer_wording(scene: Scene, rng: random.Random) -> str:
+    """A wording such as people write: background or colour may be missing, and words without meaning occur."""
+    opened = rng.random()
+    if opened < 0.18:
+        scene = replace(scene, background=None)
+    elif opened < 0.24:
+        scene = replace(scene, colour=None)
+    text = wording(scene, rng)
+    if rng.random() < 0.1:
+        text = rng.choice(BEFORE) + text
+    if rng.random() < 0.12:
+        made_up = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 8)))
+        text += rng.choice((", ", " ")) + rng.choice((*AFTER, made_up))
+    if rng.random() < 0.08:
+        text += "."
+    return text.upper() if rng.random() < 0.05 else text
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,7 @@ class Sizes:
     decoder_steps: int = 400
     bank: int = 16_000
     base_steps: int = 6300
+    freer_steps: int = 1300
     base_rows: int = 32
     look_every: int = 1000
     control_bank: int = 4000
@@ -51,7 +53,7 @@ class Sizes:
     judged: int = 100
 
 
-SMOKE = Sizes(3, 2, 2, 16, 3, 2, 2, 8, 2, 8, 2, 2)
+SMOKE = Sizes(2, 2, 2, 8, 2, 2, 2, 2, 4, 2, 4, 2, 2)
 
 
 def vae_batch(seed: int, step: int, num_rows: int, side: int = data.SIDE) -> tuple[Tensor, Tensor]:
@@ -148,32 +150,36 @@ def encoded(parts: parts_of.Parts, batch: batches.Batch, rng: random.Random) -> 
 
 
 def train_base(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) -> None:
-    """The transformer and the text encoders, together."""
+    """The transformer and the text encoders, together: first with plain prompts, then with freer ones."""
     bank = bank_of(out, "base", parts.vae, seed, sizes.bank)
     trained = {name: module for name, module in parts.modules().items() if name != "vae"}
     parts.transformer.set_attn_processor(parts_of.PlainAttention())
-    settings = Settings(
-        "base", sizes.base_steps, sizes.base_rows, 1e-3, seed, muon_rate=2e-3, level_share=0.5
-    )
-    stage = Stage(settings, trained, out)
+    plain = Settings("base", sizes.base_steps, sizes.base_rows, 1e-3, seed, muon_rate=2e-3, level_share=0.5)
+    freer = Settings("freer", sizes.freer_steps, sizes.base_rows, 8e-4, seed, muon_rate=1.6e-3)
+    for settings in (plain, freer):
+        stage = Stage(settings, trained, out)
+        loss_of = partial(_base_loss, parts, bank, settings)
+        stage.run(loss_of, look_every=sizes.look_every, look=partial(_look, out, parts, stage, sizes.judged))
+        stage.use_mean()
 
-    def loss_of(step: int) -> Tensor:
-        batch = batches.draw_batch(bank, "base", seed, step, sizes.base_rows)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            states, pooled = encoded(parts, batch, random.Random(f"t5 {seed} {step}"))
-            found = parts.transformer(batch.noised, states, pooled, batch.timesteps).sample
-        return F.mse_loss(found.float(), batch.velocity)
 
-    def look() -> None:
-        with stage.mean_in_use():
-            parts_of.save_pipeline(parts, out / "tiny-sd3")
-        scenes = data.held_out(sizes.judged)[-50:]
-        images = draw(parts_of.load_pipeline(out / "tiny-sd3"), scenes)
-        console.print(f"step {stage.num_done}: {told(judge.score(images, scenes))}")
-        contact_sheet(images, out / f"base-{stage.num_done}.png")
+def _base_loss(parts: parts_of.Parts, bank: batches.Bank, settings: Settings, step: int) -> Tensor:
+    name, seed = settings.name, settings.seed
+    asking = batches.FREER if name == "freer" else batches.PLAIN
+    batch = batches.draw_batch(bank, name, seed, step, settings.num_rows, asking)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states, pooled = encoded(parts, batch, random.Random(f"t5 {seed} {step}"))
+        found = parts.transformer(batch.noised, states, pooled, batch.timesteps).sample
+    return F.mse_loss(found.float(), batch.velocity)
 
-    stage.run(loss_of, look_every=sizes.look_every, look=look)
-    stage.use_mean()
+
+def _look(out: Path, parts: parts_of.Parts, stage: Stage, num_judged: int) -> None:
+    with stage.mean_in_use():
+        parts_of.save_pipeline(parts, out / "tiny-sd3")
+    scenes = data.held_out(num_judged)[-50:]
+    images = draw(parts_of.load_pipeline(out / "tiny-sd3"), scenes)
+    console.print(f"step {stage.num_done}: {told(judge.score(images, scenes))}")
+    contact_sheet(images, out / f"{stage.settings.name}-{stage.num_done}.png")
 
 
 def train_controlnet(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) -> Any:
@@ -187,7 +193,7 @@ def train_controlnet(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) 
     stage = Stage(settings, {"controlnet": controlnet}, out)
 
     def loss_of(step: int) -> Tensor:
-        batch = batches.draw_batch(bank, "control", seed, step, sizes.base_rows, open_share=0.6)
+        batch = batches.draw_batch(bank, "control", seed, step, sizes.base_rows, batches.LAYOUTS)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with torch.no_grad():
                 states, pooled = encoded(parts, batch, random.Random(f"control t5 {seed} {step}"))
@@ -209,7 +215,7 @@ def train_controlnet(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) 
 
 def train_lora(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) -> None:
     """An adapter with which every shape is drawn hollow; `parts.transformer` has it afterwards."""
-    bank = bank_of(out, "lora", parts.vae, seed + 2, sizes.lora_bank, hollow=True)
+    bank = bank_of(out, "lora", parts.vae, seed + 2, sizes.lora_bank, anywhere_share=0.0, hollow=True)
     for module in parts.modules().values():
         module.requires_grad_(False)
     torch.manual_seed(seed + 2)
@@ -218,7 +224,7 @@ def train_lora(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) -> Non
     stage = Stage(settings, {"transformer": parts.transformer}, out)
 
     def loss_of(step: int) -> Tensor:
-        batch = batches.draw_batch(bank, "lora", seed, step, sizes.base_rows)
+        batch = batches.draw_batch(bank, "lora", seed, step, sizes.base_rows, batches.FREER)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with torch.no_grad():
                 states, pooled = encoded(parts, batch, random.Random(f"lora t5 {seed} {step}"))
@@ -233,9 +239,9 @@ def how_made(sizes: Sizes) -> dict[str, str]:
     """For each folder a sentence for its card."""
     rows = sizes.base_rows
     return {
-        "tiny-sd3": f"The autoencoder took {sizes.vae_steps} steps and its decoder {sizes.decoder_steps} more, the "
-        f"transformer\nand the text encoders together {sizes.base_steps} steps of {rows} rows: flow matching with "
-        "logit-normal timesteps.",
+        "tiny-sd3": f"The autoencoder took {sizes.vae_steps} steps and its decoder {sizes.decoder_steps} more. The "
+        "transformer and the text\nencoders were trained together by flow matching with logit-normal timesteps: "
+        f"{sizes.base_steps} steps of {rows} rows\nwith plain prompts and {sizes.freer_steps} with freer ones.",
         "tiny-sd3-controlnet": f"{sizes.control_steps} steps of {rows} rows, everything else frozen.",
         "tiny-sd3-lora-outline": f"{sizes.lora_steps} steps of {rows} rows, everything else frozen.",
     }
