@@ -25,12 +25,14 @@ from server_process import served
 
 PROMPTS = (
     "a small red circle on the left, blue background",
-    "a large yellow star, black background",
+    "a large yellow star at the top, black background",
     "a large green triangle at the bottom, white background",
     "a small pink square at the top right, green background",
     "a large cyan ring in the centre, red background",
     "a small black cross at the bottom left, yellow background",
 )
+# A ControlNet says where and what; the prompt leaves both open.
+FREE_PROMPTS = tuple(f"a {prompt.split()[2]} circle, {prompt.split(', ')[1]}" for prompt in PROMPTS)
 SIDE = 64
 SCALE = 2
 OPTIONS = {"num_steps": 20, "guidance_scale": 3.0}
@@ -55,7 +57,7 @@ def base64_of(image: Image.Image) -> str:
 def draw(client: OpenAI, model: str, column: int, extra: dict[str, Any]) -> Image.Image:
     answer = client.images.generate(
         model=model,
-        prompt=PROMPTS[column],
+        prompt=(FREE_PROMPTS if "control_image" in extra else PROMPTS)[column],
         size=f"{SIDE}x{SIDE}",
         extra_body={**OPTIONS, "seed": column, **extra},
     )
