@@ -43,7 +43,7 @@ class Sizes:
     decoder_steps: int = 400
     bank: int = 16_000
     base_steps: int = 6300
-    freer_steps: int = 1300
+    freer_steps: int = 600
     base_rows: int = 32
     look_every: int = 1000
     control_bank: int = 4000
