@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from genserve.core.config import load
 from genserve.core.errors import ExecutionFailed
-from genserve.t2i.client import LocalWorkflows
+from genserve.t2i.client import LocalWorkflows, UpdateStream
 from genserve.t2i.config import T2iConfig
 from genserve.t2i.graph import Graph
 from genserve.t2i.registration import registered
@@ -96,13 +96,17 @@ class Session:
         asked = InvokeRequest(
             f"session-{next(self._ids)}", workflow, inputs, num_images, uses, **dict(request or {})
         )
+
+        async def begun() -> UpdateStream:
+            return self._client.invoke(asked)
+
+        updates = self._call(begun())  # before anybody can cancel it
         return Running(
-            asyncio.run_coroutine_threadsafe(self._run(asked, on_update), self._aio),
+            asyncio.run_coroutine_threadsafe(self._run(updates, on_update), self._aio),
             lambda: self._aio.call_soon_threadsafe(self._client.cancel, asked.request_id),
         )
 
-    async def _run(self, asked: InvokeRequest, on_update: OnUpdate | None) -> Result:
-        updates = self._client.invoke(asked)
+    async def _run(self, updates: UpdateStream, on_update: OnUpdate | None) -> Result:
         try:
             async for update in updates:
                 if on_update is not None:

@@ -122,7 +122,7 @@ def test_resolve_knows_each_kind_of_source(tmp_path: Path) -> None:
 def test_resolve_says_what_was_tried(tmp_path: Path) -> None:
     with pytest.raises(
         ModelNotFound,
-        match=r"no-such/model.*built-in model \(tiny-llada, tiny-llama, smollm2\).*folder or file.*hub id",
+        match=r"no-such/model.*built-in model \(tiny-llada, tiny-llama, tiny-sd3, smollm2\).*folder or file.*hub id",
     ):
         resolve("no-such/model")
     with pytest.raises(ModelNotFound, match="folder or file") as missing:
