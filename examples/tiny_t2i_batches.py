@@ -111,7 +111,6 @@ class Asking:
     place: float = 0.08
     shape: float = 0.08
     freer: bool = False
-    on_places: bool = False  # only of pictures that have one of the nine places
 
     def prompt(self, scene: data.Scene, rng: random.Random) -> str:
         """A prompt for a picture of `scene`; a tenth of them is empty."""
@@ -124,7 +123,7 @@ class Asking:
 
 
 PLAIN = Asking()
-FREER = Asking(0.3, 0.3, 0.05, freer=True, on_places=True)
+FREER = Asking(freer=True)
 LAYOUTS = Asking(0.6, 0.6, 0.6, freer=True)
 
 
@@ -132,11 +131,7 @@ def draw_batch(bank: Bank, name: str, seed: int, step: int, num_rows: int, askin
     """Rows of the bank at random noise levels (logit-normal), with prompts."""
     rng = random.Random(f"{name} {seed} {step}")
     generator = torch.Generator().manual_seed(rng.getrandbits(62))
-    rows: list[int] = []
-    while len(rows) < num_rows:
-        row = rng.randrange(len(bank.scenes))
-        if bank.scenes[row].place is not None or not asking.on_places:
-            rows.append(row)
+    rows = [rng.randrange(len(bank.scenes)) for _ in range(num_rows)]
     prompts = [asking.prompt(bank.scenes[row], rng) for row in rows]
     clean = bank.latents[rows].float()
     noise = torch.randn(clean.shape, generator=generator)

@@ -155,7 +155,7 @@ def train_base(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) -> Non
     trained = {name: module for name, module in parts.modules().items() if name != "vae"}
     parts.transformer.set_attn_processor(parts_of.PlainAttention())
     plain = Settings("base", sizes.base_steps, sizes.base_rows, 1e-3, seed, muon_rate=2e-3, level_share=0.5)
-    freer = Settings("freer", sizes.freer_steps, sizes.base_rows, 8e-4, seed, muon_rate=1.6e-3)
+    freer = Settings("freer", sizes.freer_steps, sizes.base_rows, 4e-4, seed, muon_rate=8e-4)
     for settings in (plain, freer):
         stage = Stage(settings, trained, out)
         loss_of = partial(_base_loss, parts, bank, settings)
@@ -215,7 +215,7 @@ def train_controlnet(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) 
 
 def train_lora(out: Path, parts: parts_of.Parts, sizes: Sizes, seed: int) -> None:
     """An adapter with which every shape is drawn hollow; `parts.transformer` has it afterwards."""
-    bank = bank_of(out, "lora", parts.vae, seed + 2, sizes.lora_bank, anywhere_share=0.0, hollow=True)
+    bank = bank_of(out, "lora", parts.vae, seed + 2, sizes.lora_bank, hollow=True)
     for module in parts.modules().values():
         module.requires_grad_(False)
     torch.manual_seed(seed + 2)

@@ -166,6 +166,16 @@ def test_other_wordings_lengths_and_unknown_words_do_no_harm(pipeline):
         assert scores["background"] == scores["colour"] == scores["place"] == 1.0, scores
 
 
+def test_the_size_may_be_left_out(pipeline):
+    import tiny_t2i_data as data
+    import tiny_t2i_judge as judge
+
+    scenes = [data.Scene("red", "blue", shape, "on the left") for shape in data.SHAPES]
+    scores = judge.score(draw(pipeline, [data.prompt_of(scene) for scene in scenes]) * 255, scenes)
+    assert scores["background"] == scores["colour"] == scores["place"] == 1.0, scores
+    assert scores["shape"] >= 5 / 6, scores
+
+
 def test_the_controlnet_puts_the_shape_where_its_layout_is(pipeline):
     import tiny_t2i_batches as batches
     import tiny_t2i_data as data
