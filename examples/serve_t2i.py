@@ -22,7 +22,10 @@ from rich.table import Table
 from rich.text import Text
 from server_process import served
 
-PROMPTS = ("a small red circle on the left, blue background", "a large yellow star, black background")
+PROMPTS = (
+    "a small red circle on the left, blue background",
+    "a large yellow star at the top, black background",
+)
 SIZE = "64x64"
 OPTIONS = {"num_steps": 20, "guidance_scale": 3.0}
 ANOTHER = "a large green square, blue background"

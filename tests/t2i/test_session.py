@@ -79,6 +79,7 @@ def test_what_the_model_cannot_make_is_refused_and_what_has_no_effect_is_told(ti
             ({"width": 1 << 16}, "width"),
             ({"num_steps": 0}, "num_steps"),
             ({"scheduler": {"name": "foo"}}, "scheduler.name"),
+            ({"scheduler": {"shift": "x"}}, "scheduler.shift"),
             ({"scheduler": {"foo": 1}}, "options.foo"),
         ):
             with pytest.raises(InvalidRequest) as raised:

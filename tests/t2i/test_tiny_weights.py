@@ -216,18 +216,37 @@ def test_the_lora_makes_shapes_hollow(pipeline):
         pipeline.unload_lora_weights()
 
 
-def test_the_training_runs_and_resumes(tmp_path):
+def test_the_training_makes_folders_like_the_shipped_ones(tmp_path):
     import train_tiny_t2i as script
 
     script.main(out=tmp_path, seed=0, threads=torch.get_num_threads(), smoke=True)
     folders = [tmp_path / folder.name for folder in (BASE, CONTROLNET, LORA)]
-    names = {folder.name: {str(file.relative_to(folder)) for file in folder.rglob("*")} for folder in folders}
-    for shipped in (BASE, CONTROLNET, LORA):
-        assert names[shipped.name] == {str(file.relative_to(shipped)) for file in shipped.rglob("*")}
-    before = {file: file.read_bytes() for folder in folders for file in folder.rglob("*.safetensors")}
-    (tmp_path / "lora.pt").unlink()
-    script.main(out=tmp_path, seed=0, threads=torch.get_num_threads(), smoke=True)
-    # The adapter is trained once on weights in memory and once on those of a checkpoint, which its first steps tell apart.
-    same = [file for file in before if "lora" not in str(file.parent.name)]
-    assert len(same) == len(before) - 1
-    assert {file: file.read_bytes() for file in same} == {file: before[file] for file in same}
+    for shipped, folder in zip((BASE, CONTROLNET, LORA), folders, strict=True):
+        made, wanted = (
+            {str(file.relative_to(root)) for file in root.rglob("*")} for root in (folder, shipped)
+        )
+        assert made == wanted
+
+
+def test_an_interrupted_stage_ends_with_the_same_weights_and_other_settings_are_refused(tmp_path):
+    from tiny_t2i_stage import Settings, Stage
+
+    def stage(folder, **other):
+        torch.manual_seed(0)
+        net = torch.nn.ModuleDict({"some_blocks": torch.nn.Linear(4, 4)})
+        folder.mkdir(exist_ok=True)
+        settings = Settings(
+            **{"name": "one", "num_steps": 6, "num_rows": 2, "learning_rate": 1e-2, "muon_rate": 1e-2} | other
+        )
+        return Stage(
+            settings, {"net": net}, folder
+        ), lambda step: (net["some_blocks"](torch.ones(2, 4)) - step).square().mean()
+
+    whole, loss = stage(tmp_path / "whole")
+    assert whole.run(loss)
+    for at_most in (2, 3, None):
+        part, loss = stage(tmp_path / "parts")
+        assert part.run(loss, at_most=at_most) == (at_most is None)
+    assert all(torch.equal(whole.mean[name], part.mean[name]) for name in whole.mean)
+    with pytest.raises(SystemExit, match="other settings"):
+        stage(tmp_path / "parts", num_steps=7)

@@ -89,7 +89,7 @@ def check(
 
     Takes a request's inputs with or without defaults filled in.
     """
-    errors = [*_solver(family, inputs), *_steps(model_path, inputs)]
+    errors = [*_solver(family, model_path, inputs), *_steps(model_path, inputs)]
     for name in _of_each_controlnet("control_start"):
         start, end_name = inputs.get(name), name.replace("start", "end")
         end = inputs.get(end_name)
@@ -102,7 +102,7 @@ def _of_each_controlnet(*names: str) -> list[str]:
     return [f"{name}{suffix(number)}" for name in names for number in range(MAX_CONTROLNETS)]
 
 
-def _solver(family: str, inputs: Mapping[str, Any]) -> list[InvalidRequest]:
+def _solver(family: str, model_path: str, inputs: Mapping[str, Any]) -> list[InvalidRequest]:
     options = inputs.get("scheduler")
     if options is None:
         return []
@@ -112,7 +112,19 @@ def _solver(family: str, inputs: Mapping[str, Any]) -> list[InvalidRequest]:
     name = options.get("name")
     if name is not None and name not in known:
         return [InvalidRequest("scheduler.name", f"{name!r} isn't served; there are: {', '.join(known)}")]
-    return []
+    own = read_config(model_path, "scheduler/scheduler_config.json")
+    return [
+        InvalidRequest(f"scheduler.{key}", f"{value!r} is no {_kind(own[key])}")
+        for key, value in options.items()
+        if own.get(key) is not None and value is not None and _kind(value) != _kind(own[key])
+    ]
+
+
+def _kind(value: Any) -> str:
+    """Of a field of a scheduler's configuration."""
+    if isinstance(value, bool):
+        return "boolean"
+    return "number" if isinstance(value, int | float) else "text" if isinstance(value, str) else "list"
 
 
 def _steps(model_path: str, inputs: Mapping[str, Any]) -> list[InvalidRequest]:
